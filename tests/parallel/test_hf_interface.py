@@ -295,6 +295,15 @@ def test_full_state_dict_is_that_of_one_process() -> None:
     assert others == [(0, 0.0), (0, 0.0)]
 
 
+def _shards_of(multiple_of: int) -> list[int]:
+    model = parallel(Tiny(vocab_size=100).model(), mesh_of(), vocab_multiple_of=multiple_of)
+    return [p.shape[0] for n, p, _ in named_shards(model) if n == "model.embed_tokens.weight"]
+
+
+def test_vocab_multiple_of_aligns_the_shards() -> None:
+    assert pool(3).run(_shards_of, 32) == [[64], [32], [4]]
+
+
 def test_slicing_a_tensor_of_another_shape_is_refused() -> None:
     model = parallel(TINY.model(), px.init_mesh())
     layout = next(layout for _, _, layout in named_shards(model))
