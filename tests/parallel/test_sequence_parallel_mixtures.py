@@ -266,6 +266,10 @@ def test_no_token_is_gathered_for_a_mixture(layout: Layout) -> None:
         assert before[0]["all_gather"] == forward["all_gather"]
         assert before[0]["swap"] == 1 + layers + exchanges  # embedding, outputs of the mixtures
         assert before[1]["all_gather"] == layers  # gradients of their tokens
+        assert before[0]["all_reduce"] == layers  # attentions
+        if layout.ep > 1:
+            assert before[1]["swap"] == 2 * layers
+            assert before[1]["all_reduce"] == 1 + layers  # the head
         if layout.ep == 1:  # else which rows travel depends on whose tokens they are
             own = rows * (tokens - tokens // 2 if rank == 0 else tokens // 2) * hidden * 8
             others = rows * tokens * hidden * 8 - own
