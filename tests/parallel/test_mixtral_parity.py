@@ -39,68 +39,45 @@ from parallel_ext.nn import grad_sync
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.parallel.state import state_of
 
+FIVE = TinyMixtral(num_experts=5)
+SPREADS = [
+    *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 3, 3), Layout(3, 1, 1)),
+    *(Layout(2, 2, 1), Layout(4, 1, 2), Layout(1, 4, 2)),
+]
+SKEWS = [
+    *(("zipf", Layout(2, 2, 4)), ("one expert takes all", Layout(2, 1, 2))),
+    *(("an idle expert", Layout(1, 2, 2)), ("an idle rank", Layout(2, 2, 4))),
+]
+BALANCED = TinyMixtral(balance=True, skew="zipf")
+CASES: dict[str, tuple[TinyMixtral, Layout, int]] = {
+    **{str(layout): (FIVE, layout, 2) for layout in SPREADS},
+    **{skew: (TinyMixtral(num_experts=5, skew=skew), layout, 2) for skew, layout in SKEWS},
+    "ZeRO-3": (FIVE, Layout(2, 1, 1), 3),
+    "ZeRO-3 beside ep": (TinyMixtral(num_experts=5, tied=True), Layout(2, 2, 4), 3),
+    "one choice": (TinyMixtral(top_k=1), Layout(2, 1, 2), 2),
+    "four choices": (TinyMixtral(top_k=4), Layout(1, 2, 2), 2),
+    "all experts chosen": (TinyMixtral(num_experts=4, top_k=4), Layout(2, 2, 4), 2),
+    "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1), 2),
+    "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2), 2),
+    "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2), 2),
+    "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4), 2),
+    "a balance loss of all tp ranks": (BALANCED, Layout(1, 2, 1), 2),
+    "a balance loss of the whole batch": (BALANCED, Layout(2, 2, 4), 2),
+}
 
-def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process(case: str) -> None:
+    tiny, layout, zero = CASES[case]
     for differences in pool(layout.world).run(parity, tiny, layout, zero, timeout_s=60):
         if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
             differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
         assert_within([differences])
 
 
-SPREADS = [
-    *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 3, 3), Layout(3, 1, 1)),
-    *(Layout(2, 2, 1), Layout(4, 1, 2), Layout(1, 4, 2)),
-]
-
-
-@pytest.mark.parametrize("layout", SPREADS, ids=str)
-def test_training_equals_the_single_process(layout: Layout) -> None:
-    _check(TinyMixtral(num_experts=5), layout)
-
-
-@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 2, 4)], ids=str)
-def test_zero_3_trains_alike(layout: Layout) -> None:
-    _check(TinyMixtral(num_experts=5, tied=True), layout, zero=3)
-
-
-@pytest.mark.parametrize(
-    ("skew", "layout"),
-    [
-        ("zipf", Layout(2, 2, 4)),
-        ("one expert takes all", Layout(2, 1, 2)),
-        ("an idle expert", Layout(1, 2, 2)),
-        ("an idle rank", Layout(2, 2, 4)),
-    ],
-    ids=str,
-)
-def test_training_equals_the_single_process_when_routing_is(skew: str, layout: Layout) -> None:
-    _check(TinyMixtral(num_experts=5, skew=skew), layout)
-
-
-CASES = {
-    "one choice": (TinyMixtral(top_k=1), Layout(2, 1, 2)),
-    "four choices": (TinyMixtral(top_k=4), Layout(1, 2, 2)),
-    "all experts chosen": (TinyMixtral(num_experts=4, top_k=4), Layout(2, 2, 4)),
-    "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1)),
-    "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2)),
-    "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2)),
-    "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4)),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_the_single_process_with(case: str) -> None:
-    _check(*CASES[case])
-
-
-@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
-def test_the_balance_loss_is_that_of_the_whole_batch(layout: Layout) -> None:
-    _check(TinyMixtral(balance=True, skew="zipf"), layout)
-
-
 def _balance_apart(layout: Layout) -> dict[str, float]:
     """The router's gradient when each dp rank adds the balance loss of its own tokens."""
-    reference, model, mesh = spread(TinyMixtral(balance=True, skew="zipf"), layout)
+    reference, model, mesh = spread(BALANCED, layout)
     model.__dict__["forward"] = lambda **batch: type(model).forward(model, **batch)
     state_of(model).own_forward = None  # else it is refused
     return gradient_differences(reference, model, *own_batch(TinyMixtral(), mesh))

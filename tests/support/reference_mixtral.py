@@ -73,9 +73,6 @@ def layouts_of(world: int) -> Iterator[Layout]:
     return (Layout(world // tp, tp, ep) for tp in sides for ep in sides)
 
 
-SKEWS = ("as drawn", "zipf", "one expert takes all", "an idle expert", "an idle rank")
-
-
 def _skew(kind: str, num_experts: int, ep: int) -> torch.Tensor:
     """What is added to the router's logits."""
     skew = torch.zeros(num_experts, dtype=torch.float64)
