@@ -37,6 +37,8 @@ from parallel_ext.nn import blocks
 from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
 from parallel_ext.parallel.invariant import check_invariant
 
+STEPS = 3
+
 
 class ByErf(Tiny):
     """With GELU as it is defined."""
@@ -58,19 +60,12 @@ KINDS = {
     "large vocabulary": Tiny(dtype=torch.float32, vocab_size=4099, layers=1),
     "biases": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
     "bf16 biases": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=1, bias=True),
-    "qwen2": OfSpec("qwen2", dtype=torch.float32),
     "qwen3": OfSpec("qwen3", dtype=torch.float32, heads=8, key_value_heads=2),
-    "bf16 qwen3": OfSpec("qwen3", dtype=torch.bfloat16),
-    "gemma": OfSpec("gemma", dtype=torch.float32),
     "bf16 gemma": OfSpec("gemma", dtype=torch.bfloat16, tied=True, heads=8, key_value_heads=1),
-    "gemma2": OfSpec("gemma2", dtype=torch.float32, tied=True),
-    "gemma3": OfSpec("gemma3_text", dtype=torch.float32, tied=True),
     "bf16 gemma3": OfSpec("gemma3_text", dtype=torch.bfloat16, heads=8, key_value_heads=2),
-    "olmo2": OfSpec("olmo2", dtype=torch.float32, heads=8, key_value_heads=8),
     "bf16 olmo3": OfSpec("olmo3", dtype=torch.bfloat16, heads=9, key_value_heads=9),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
     "phi3": OfSpec("phi3", dtype=torch.float32),
-    "bf16 phi3": OfSpec("phi3", dtype=torch.bfloat16, heads=5, key_value_heads=5),
 }
 
 
@@ -86,7 +81,7 @@ def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
         model.gradient_checkpointing_enable({"use_reentrant": how.startswith("reentrant")})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     log = []
-    for step in range(4):
+    for step in range(STEPS):
         loss = model(**batch(tiny.vocab_size, 2, tokens, seed=step)).loss
         loss.backward()
         if how == "accumulation" and step % 2 == 0:
@@ -95,37 +90,37 @@ def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
         norm = clip(model.parameters(), 0.5) if clip else px.clip_grad_norm_(model, 0.5)
         optimizer.step()
         log.append((loss.item().hex(), norm.item().hex()))
-        if step < 3:
+        if step < STEPS - 1:
             optimizer.zero_grad()
     return log, digests(model, optimizer), px.digest(model) if invariant else None
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tp_has_the_bits_of_one_process(kind: str) -> None:
+    """On 3 and 4 ranks; those below are on 2."""
     tiny = KINDS[kind]
     (whole,) = pool(1).run(_train, tiny)
-    for tp in (2, 3) if tiny.key_value_heads == 3 else (2, 3, 4):
+    for tp in (3,) if tiny.key_value_heads == 3 else (3, 4):
         assert_bits(pool(tp).run(_train, tiny), whole)
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "reentrant checkpointing"])
-def test_ways_to_train_have_the_same_bits(how: str) -> None:
-    (whole,) = pool(1).run(_train, KINDS["odd"])
-    assert_bits(pool(2).run(_train, KINDS["odd"], how), whole)
+@pytest.mark.parametrize(
+    ("how", "of_one", "tp"),
+    [
+        *(("checkpointing", "", 2), ("reentrant checkpointing", "", 2)),
+        *(("accumulation", "accumulation", 3), ("torch's clip", "torch's clip", 3)),
+    ],
+)
+def test_ways_to_train_have_the_same_bits(how: str, of_one: str, tp: int) -> None:
+    (whole,) = pool(1).run(_train, KINDS["odd"], of_one)
+    assert_bits(pool(tp).run(_train, KINDS["odd"], how), whole)
 
 
-@pytest.mark.parametrize("kind", ["odd", "bf16", "tied", "biases", "qwen3", "gemma"])
+@pytest.mark.parametrize("kind", ["bf16", "tied", "biases", "bf16 gemma"])
 def test_the_path_of_a_gpu_has_the_same_bits_on_any_tp(kind: str) -> None:
     """Of 32 tokens: torch's activations on a CPU have other bits at the end of other sizes."""
     (whole,) = pool(1).run(_train, KINDS[kind], "the path of a GPU", 16)
     assert_bits(pool(3).run(_train, KINDS[kind], "the path of a GPU", 16), whole)
-
-
-@pytest.mark.parametrize("how", ["accumulation", "torch's clip"])
-def test_any_tp_has_the_bits_of_one_process_so(how: str) -> None:
-    (whole,) = pool(1).run(_train, KINDS["odd"], how)
-    assert_bits(pool(3).run(_train, KINDS["odd"], how), whole)
 
 
 def test_the_tests_above_notice_the_ordinary_sums() -> None:
@@ -179,44 +174,11 @@ def _train_broken(how: str) -> BITS:
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_the_tests_above_notice(how: str) -> None:
+    (whole,) = pool(1).run(_train, BROKEN[how][0])
+    assert_bits(pool(3).run(_train, BROKEN[how][0]), whole)
     (whole,) = pool(1).run(_train_broken, how)
     with pytest.raises(AssertionError):
         assert_bits(pool(3).run(_train_broken, how), whole)
-
-
-@pytest.mark.parametrize("how", ["torch's silu", "a merge under 16 columns"])
-def test_they_notice_that_alone(how: str) -> None:
-    (whole,) = pool(1).run(_train, BROKEN[how][0])
-    assert_bits(pool(3).run(_train, BROKEN[how][0]), whole)
-
-
-def _gradient_of_rows(look_up: Any, threads: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(11, 72, generator=generator, requires_grad=True)
-    ids = torch.randint(0, 11, (2, 500), generator=generator)
-    torch.set_num_threads(threads)
-    (look_up(ids, table) * torch.randn(2, 500, 72, generator=generator)).sum().backward()
-    return table.grad
-
-
-def _of_threads(accumulates: bool) -> bool:
-    """Whether rows of an embedding get the same gradient in one thread as in four."""
-
-    def ours(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return ops.vocab_embedding(ids, table, 11, 0)
-
-    def accumulated(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return table[ids]  # whose backward is index_put(accumulate=True)
-
-    how = accumulated if accumulates else ours
-    found = [_gradient_of_rows(how, threads) for threads in (1, 4)]
-    torch.set_num_threads(1)
-    return torch.equal(*found)
-
-
-def test_the_gradient_of_the_embedding_is_not_that_of_index_put() -> None:
-    assert pool(1).run(_of_threads, False) == [True]
-    assert pool(1).run(_of_threads, True) == [False]
 
 
 def _bytes_of_a_step(blocks: int) -> tuple[int, int]:
@@ -231,9 +193,7 @@ def _bytes_of_a_step(blocks: int) -> tuple[int, int]:
     return counts["all_gather_bytes"], tokens * 8 * tiny.heads * 4
 
 
-@pytest.mark.parametrize(
-    ("tp", "blocks", "nodes"), [(2, 8, 1), (3, 8, 2), (4, 8, 1), (2, 12, 2), (3, 12, 1), (4, 12, 2)]
-)
+@pytest.mark.parametrize(("tp", "blocks", "nodes"), [(3, 8, 2), (4, 8, 1), (4, 12, 2)])
 def test_a_step_exchanges_so_many_nodes(tp: int, blocks: int, nodes: int) -> None:
     """Of each sum the complete nodes that one rank has, all ranks as many as the one with most.
 
@@ -261,7 +221,6 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     return (ours / theirs - 1).abs().item(), shard_differences(model, gradients_of(reference), True)
 
 
-@pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize(
     "tiny",
     [
@@ -270,8 +229,8 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
         *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3"), ByErf()),
     ],
 )
-def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
-    for loss, gradients in pool(tp).run(_differences, tiny):
+def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
+    for loss, gradients in pool(3).run(_differences, tiny):
         assert loss < FLOOR[torch.float64]
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
@@ -287,34 +246,6 @@ def _in_inference_mode(tiny: Tiny) -> bool:
 
 def test_inference_mode_computes_what_no_grad_does() -> None:
     assert pool(2).run(_in_inference_mode, Tiny(dtype=torch.float32)) == [True, True]
-
-
-def _resume(tiny: Tiny, root: Path, saves: bool) -> BITS | None:
-    """Two steps and a checkpoint; or that loaded, and two more."""
-    model = px.parallelize(tiny.model(), mesh_of(), invariant=px.Invariant(8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if not saves:
-        px.load_checkpoint(root, model, optimizer)
-    log = []
-    for step in (0, 1) if saves else (2, 3):
-        optimizer.zero_grad()
-        loss = model(**batch(tiny.vocab_size, 2, 19, seed=step)).loss
-        loss.backward()
-        log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
-        optimizer.step()
-    if saves:
-        px.save_checkpoint(root, 2, model, optimizer)
-        return None
-    return log, digests(model, optimizer), px.digest(model)
-
-
-def test_a_run_resumes_on_another_layout_with_the_same_bits(tmp_path: Path) -> None:
-    tiny = KINDS["odd"]
-    ((log, blocks, digest),) = pool(1).run(_train, tiny)
-    for saving, loading in ((2, 3), (3, 1)):
-        root = tmp_path / f"{saving} to {loading}"
-        pool(saving).run(_resume, tiny, root, True)
-        assert_bits(pool(loading).run(_resume, tiny, root, False), (log[2:], blocks, digest))
 
 
 def _own_files(tiny: Tiny, folder: Path) -> str:

@@ -19,23 +19,14 @@ import parallel_ext as px
 TINY = TinyMixtral(num_experts=5, dtype=torch.float32)
 
 
-LAYOUTS = [
-    Layout(1, 1, 1),
-    Layout(1, 2, 2),
-    Layout(2, 1, 2),
-    Layout(2, 1, 1),
-    Layout(1, 3, 3),
-    Layout(1, 2, 1),
-    Layout(2, 2, 4),
-    Layout(2, 2, 1),
-    Layout(4, 1, 2),
-    Layout(1, 4, 2),
-]
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        *((Layout(1, 1, 1), False), (Layout(2, 1, 2), True), (Layout(1, 3, 3), False)),
+        *((Layout(2, 2, 1), True), (Layout(1, 4, 2), False)),
+    ],
+    ids=str,
+)
 def test_a_saved_mixtral_is_that_of_the_hub(layout: Layout, tied: bool, tmp_path: Path) -> None:
     tiny = replace(TINY, tied=tied)
     whole, ours = tmp_path / "whole", tmp_path / "ours"

@@ -21,19 +21,17 @@ from reference import (
     worst,
 )
 from reference_mixtral import (
-    SKEWS,
     Layout,
     TinyMixtral,
     accumulated_differences,
     batches,
     choosing_again,
     errors_in,
-    layouts_of,
     own_batch,
     parity,
     spread,
 )
-from reference_ops import aten_path, counted, counted_both_ways
+from reference_ops import aten_path, counted
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -41,61 +39,45 @@ from parallel_ext.nn import grad_sync
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.parallel.state import state_of
 
-
-def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
-    for differences in pool(layout.world).run(parity, tiny, layout, zero, timeout_s=60):
-        if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
-            differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
-        error, name = worst(differences)
-        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
-
-
-EVERY = [layout for world in (1, 2, 3, 4) for layout in layouts_of(world)]
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("num_experts", [8, 5])
-@pytest.mark.parametrize("layout", EVERY, ids=str)
-def test_training_equals_the_single_process(layout: Layout, num_experts: int) -> None:
-    _check(TinyMixtral(num_experts=num_experts), layout)
-
-
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 1, 1), Layout(2, 2, 4)], ids=str)
-def test_zero_3_trains_alike(layout: Layout) -> None:
-    _check(TinyMixtral(num_experts=5, tied=True), layout, zero=3)
-
-
-@pytest.mark.parametrize("skew", SKEWS[1:])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
-def test_training_equals_the_single_process_when_routing_is(skew: str, layout: Layout) -> None:
-    _check(TinyMixtral(num_experts=5, skew=skew), layout)
-
-
-CASES = {
-    "one choice": (TinyMixtral(top_k=1), Layout(2, 1, 2)),
-    "four choices": (TinyMixtral(top_k=4), Layout(1, 2, 2)),
-    "all experts chosen": (TinyMixtral(num_experts=4, top_k=4), Layout(2, 2, 4)),
-    "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1)),
-    "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2)),
-    "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2)),
-    "replicated key-value heads, one batch": (TinyMixtral(key_value_heads=1), Layout(1, 4, 2)),
-    "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4)),
+FIVE = TinyMixtral(num_experts=5)
+SPREADS = [
+    *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 3, 3), Layout(3, 1, 1)),
+    *(Layout(2, 2, 1), Layout(4, 1, 2), Layout(1, 4, 2)),
+]
+SKEWS = [
+    *(("zipf", Layout(2, 2, 4)), ("one expert takes all", Layout(2, 1, 2))),
+    *(("an idle expert", Layout(1, 2, 2)), ("an idle rank", Layout(2, 2, 4))),
+]
+BALANCED = TinyMixtral(balance=True, skew="zipf")
+CASES: dict[str, tuple[TinyMixtral, Layout, int]] = {
+    **{str(layout): (FIVE, layout, 2) for layout in SPREADS},
+    **{skew: (TinyMixtral(num_experts=5, skew=skew), layout, 2) for skew, layout in SKEWS},
+    "ZeRO-3": (FIVE, Layout(2, 1, 1), 3),
+    "ZeRO-3 beside ep": (TinyMixtral(num_experts=5, tied=True), Layout(2, 2, 4), 3),
+    "one choice": (TinyMixtral(top_k=1), Layout(2, 1, 2), 2),
+    "four choices": (TinyMixtral(top_k=4), Layout(1, 2, 2), 2),
+    "all experts chosen": (TinyMixtral(num_experts=4, top_k=4), Layout(2, 2, 4), 2),
+    "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1), 2),
+    "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2), 2),
+    "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2), 2),
+    "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4), 2),
+    "a balance loss of all tp ranks": (BALANCED, Layout(1, 2, 1), 2),
+    "a balance loss of the whole batch": (BALANCED, Layout(2, 2, 4), 2),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_the_single_process_with(case: str) -> None:
-    _check(*CASES[case])
-
-
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
-def test_the_balance_loss_is_that_of_the_whole_batch(layout: Layout) -> None:
-    _check(TinyMixtral(balance=True, skew="zipf"), layout)
+def test_training_equals_the_single_process(case: str) -> None:
+    tiny, layout, zero = CASES[case]
+    for differences in pool(layout.world).run(parity, tiny, layout, zero, timeout_s=60):
+        if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
+            differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
+        assert_within([differences])
 
 
 def _balance_apart(layout: Layout) -> dict[str, float]:
     """The router's gradient when each dp rank adds the balance loss of its own tokens."""
-    reference, model, mesh = spread(TinyMixtral(balance=True, skew="zipf"), layout)
+    reference, model, mesh = spread(BALANCED, layout)
     model.__dict__["forward"] = lambda **batch: type(model).forward(model, **batch)
     state_of(model).own_forward = None  # else it is refused
     return gradient_differences(reference, model, *own_batch(TinyMixtral(), mesh))
@@ -129,8 +111,9 @@ def _in_buckets(layout: Layout, size: int) -> tuple[dict[str, float], int, int]:
     return differences, sums, sum(-(-each // size) for each in numel.values())
 
 
-@pytest.mark.parametrize("size", [97, 1000, 10**6])
-@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "size"), [(Layout(1, 4, 2), 97), (Layout(1, 2, 1), 10**6)], ids=str
+)
 def test_gradients_of_replicated_experts_are_summed_in_buckets(layout: Layout, size: int) -> None:
     for differences, sums, buckets in pool(layout.world).run(_in_buckets, layout, size):
         assert_within([differences])
@@ -157,12 +140,18 @@ def _frozen(layout: Layout, frozen: str) -> tuple[dict[str, float], list[str]]:
     return shard_differences(model, truth, True), with_gradient
 
 
-@pytest.mark.parametrize("frozen", ["gate.weight", "experts", "embed_tokens", "self_attn"])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(1, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("frozen", "layout"),
+    [
+        *(("gate.weight", Layout(2, 1, 2)), ("gate.weight", Layout(1, 2, 1))),
+        *(("experts", Layout(1, 2, 2)), ("experts", Layout(1, 2, 1))),
+        *(("embed_tokens", Layout(2, 1, 2)), ("self_attn", Layout(1, 2, 2))),
+    ],
+    ids=str,
+)
 def test_a_frozen_part_gets_no_gradient_and_changes_no_other(frozen: str, layout: Layout) -> None:
     for differences, with_gradient in pool(layout.world).run(_frozen, layout, frozen):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+        assert_within([differences])
         assert with_gradient
         assert not [name for name in with_gradient if frozen in name]
 
@@ -180,9 +169,14 @@ def _checkpointed(
     return worst(shard_differences(model, gradients_of(reference), True)), counts
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "zero", "reentrant"),
+    [
+        *((Layout(2, 1, 2), 2, False), (Layout(2, 1, 2), 3, True)),
+        *((Layout(1, 2, 1), 2, True), (Layout(2, 2, 4), 3, False)),
+    ],
+    ids=str,
+)
 def test_gradient_checkpointing_keeps_the_gradients(
     layout: Layout, zero: int, reentrant: bool
 ) -> None:
@@ -199,7 +193,7 @@ def _as_on_a_gpu(layout: Layout) -> tuple[dict[str, float], float]:
         return parity(TinyMixtral(num_experts=5, skew="an idle expert"), layout), error
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
 def test_no_host_plans_what_one_rank_of_a_gpu_has_alone(layout: Layout) -> None:
     for differences, checkpointed in pool(layout.world).run(_as_on_a_gpu, layout):
         assert worst(differences) < (FLOOR[torch.float64], "")
@@ -274,25 +268,12 @@ def test_a_recomputed_mixture_draws_nothing_from_the_users_generator(reentrant: 
     assert pool(2).run(_random_numbers_of_a_step, reentrant) == [True, True]
 
 
-def _tied_scores() -> list[list[int]]:
-    model = parallel(TinyMixtral().model(), Layout(1, 2, 2).mesh())
-    router = model.model.layers[0].mlp.gate
-    torch.nn.init.zeros_(router.weight)
-    _, weights, ids = router(torch.randn(3, 32, dtype=torch.float64))
-    assert torch.equal(weights, torch.full_like(weights, 0.5))
-    return ids.tolist()
-
-
-def test_equal_scores_go_to_the_lowest_experts() -> None:
-    assert pool(2).run(_tied_scores) == [[[0, 1]] * 3] * 2
-
-
 def _accumulated(layout: Layout) -> dict[str, float]:
     tiny = TinyMixtral(key_value_heads=1)
     return accumulated_differences(*spread(tiny, layout), tiny, False)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 2, 1)], ids=str)
 def test_no_sync_accumulates_over_micro_batches(layout: Layout) -> None:
     assert_within(pool(layout.world).run(_accumulated, layout))
 
@@ -336,8 +317,6 @@ def _without(broken: str, layout: Layout) -> float:
             experts.replicas = ops.ALONE
         elif broken == "slices of the tokens":
             experts.tp = ops.ALONE
-        elif broken == "order of the experts":
-            experts.down_proj.data.copy_(experts.down_proj.data.flip(0))
     return worst(gradient_differences(reference, model, *own_batch(tiny, mesh)))[0]
 
 
@@ -353,12 +332,9 @@ def test_parity_notices_a_wrong(broken: str, layout: Layout) -> None:
     assert max(pool(2).run(_without, broken, layout)) > 1e-3
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
-def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
-    assert_at_most_twice(
-        pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32),
-        FLOOR[torch.float32],
-    )
+def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
+    found = pool(4).run(errors_in, TinyMixtral(), Layout(2, 2, 4), torch.float32)
+    assert_at_most_twice(found, FLOOR[torch.float32])
 
 
 def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
@@ -377,41 +353,6 @@ def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]
     return errors
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
     assert_at_most_twice(pool(layout.world).run(_under_autocast, layout), FLOOR[torch.bfloat16])
-
-
-def _bits(layout: Layout) -> list[torch.Tensor]:
-    runs = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        _, model, mesh = spread(TinyMixtral(dtype=torch.bfloat16), layout)
-        poison = [torch.full((64, 64), float("nan"), dtype=torch.bfloat16) for _ in range(64)]
-        del poison  # memory that the buffers are likely to get
-        model(**own_batch(TinyMixtral(), mesh)[1]).loss.backward()
-        runs.append([p.grad for p in model.model.layers.parameters()])
-    torch.set_num_threads(1)
-    return [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(*runs, strict=True)]
-
-
-def test_gradients_are_the_same_bits_from_run_to_run_and_for_two_threads() -> None:
-    for equal in pool(2).run(_bits, Layout(2, 1, 2)):
-        assert all(equal)
-
-
-def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]]:
-    mesh = layout.mesh()
-    model = parallel(TinyMixtral(layers=layers).model(), mesh)
-    return counted_both_ways(lambda: model(**batches(TinyMixtral(), 1)[0]).loss)
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_layer_takes_the_collectives_of_the_table(layers: int) -> None:
-    for forward, backward in pool(2).run(_counts, Layout(1, 2, 2), layers):
-        assert forward["all_gather"] == 2 + layers  # counts
-        assert forward["swap"] == 1 + 3 * layers  # the embedding, experts, the tokens' slices
-        assert backward["swap"] == 2 * layers
-        assert forward["all_reduce"] == layers  # attention
-        assert backward["all_gather"] == layers  # dX and the weights' gradients, in one message
-        assert backward["all_reduce"] == 1 + layers

@@ -31,7 +31,6 @@ from parallel_ext.parallel.plan import Options
 from parallel_ext.parallel.state import parallel_models
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
-EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
 
 
 def _expected_loss(model: Any, data: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
@@ -56,29 +55,22 @@ def _parity(
     }
 
 
-def _check(tp: int, *args: Any) -> None:
-    assert_within(pool(tp).run(_parity, *args))
+PARITY: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], bool]] = {
+    **{name: (3, batch(101), {name: value}, {}, True) for name, value in OPTIONS.items()},
+    "all, on one rank": (1, batch(101), OPTIONS, {}, True),
+    "all": (3, batch(101), OPTIONS, {}, True),
+    "all, with logits": (2, batch(101), OPTIONS, {"training_logits": True}, True),
+    "all, no agreement": (2, batch(101), OPTIONS, {"agreement": False}, True),
+    "all, in an evaluation": (2, batch(101), OPTIONS, {}, False),
+    # Of 128 tokens each in fp64, and each with an exchange of its own.
+    "several tiles of tokens": (2, batch(101, rows=7, tokens=90), {}, {}, True),
+}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("name", EACH_OPTION)
-def test_options_of_a_call_equal_those_on_whole_logits(name: str, tp: int) -> None:
-    _check(tp, batch(101), EACH_OPTION[name], {}, True)
-
-
-@pytest.mark.parametrize("how", [{"training_logits": True}, {"agreement": False}])
-def test_options_also_serve_models_that_return_logits_or_agree_on_nothing(how: dict) -> None:
-    _check(2, batch(101), OPTIONS, how, True)
-
-
-def test_options_serve_an_evaluation_too() -> None:
-    _check(2, batch(101), OPTIONS, {}, False)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_several_tiles_of_tokens_equal_the_single_process(tp: int) -> None:
-    """Of 128 tokens each in fp64, and each with an exchange of its own."""
-    _check(tp, batch(101, rows=7, tokens=90), {}, {}, True)
+@pytest.mark.parametrize("case", PARITY)
+def test_options_of_a_call_equal_those_on_whole_logits(case: str) -> None:
+    tp, *given = PARITY[case]
+    assert_within(pool(tp).run(_parity, *given))
 
 
 def _different_options() -> None:
@@ -88,15 +80,6 @@ def _different_options() -> None:
 
 def test_ranks_with_different_options_all_raise() -> None:
     pool(2).assert_raises(_different_options, error="DisagreementError", words="label_smoothing")
-
-
-def _bad_option() -> None:
-    parallel(Tiny().model(), mesh_of())(**batch(101), softcap=-1.0)
-
-
-def test_a_bad_option_raises_on_all_ranks() -> None:
-    words = "softcap must be a finite number > 0"
-    pool(2).assert_raises(_bad_option, error="ValueError", words=words)
 
 
 def _without_labels(how: dict[str, Any], trained: bool) -> float:
@@ -180,15 +163,18 @@ def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
     pool(2).assert_raises(_watched_on_one_rank, error="DisagreementError", words=words)
 
 
-def _never_holds_logits(how: str) -> bool:
-    model = parallel(Tiny().model(), mesh_of())
+def _fuses(how: str, fused_loss: object = "auto") -> bool:
+    """Return whether a step of a changed model, or a plain one, has fused head and loss."""
+    model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
     if how == "compiled":
         model.lm_head = torch.compile(model.lm_head, backend="aot_eager")
-    elif how != "plain":
-        whole = {"modules_to_save": ["lm_head"]} if how == "trained whole" else {}
-        modules = ["lm_head"] if how == "adapted, disabled" else ["q_proj"]
-        config = px.LoraConfig(target_modules=modules, **whole)
+    elif how == "trained whole":
+        config = px.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
         model = peft.get_peft_model(model, config)
+    elif how.startswith("adapted"):
+        model = peft.get_peft_model(model, px.LoraConfig(target_modules=["lm_head"]))
+    elif how != "plain":
+        _change(model, how)
     disabled = model.disable_adapter() if how == "adapted, disabled" else nullcontext()
     fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
     with disabled, mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
@@ -196,9 +182,18 @@ def _never_holds_logits(how: str) -> bool:
     return fused.call_count == 1
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "trained whole", "adapted, disabled"])
-def test_known_wrappers_of_a_head_cost_no_logits(how: str) -> None:
-    assert pool(2).run(_never_holds_logits, how) == [True, True]
+@pytest.mark.parametrize(
+    ("how", "fused_loss", "expected"),
+    [
+        *((how, "auto", True) for how in ("plain", "trained whole", "adapted, disabled")),
+        *(("compiled", "auto", True), ("a hook", "auto", False)),
+        *(("plain", True, True), ("plain", False, False)),
+    ],
+)
+def test_head_and_loss_are_fused_where_they_can_and_may_be(
+    how: str, fused_loss: object, expected: bool
+) -> None:
+    assert pool(2).run(_fuses, how, fused_loss) == [expected, expected]
 
 
 def test_builtins_are_hooks_of_others() -> None:
@@ -278,38 +273,17 @@ def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) ->
     pool(2).assert_raises(_misused, case, error="ValueError", words=words)
 
 
-def _forced(how: str, fused_loss: object) -> bool:
-    """Return whether a step with a changed head, or a plain one, has fused head and loss."""
-    model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
-    if how == "an adapter":
-        model = peft.get_peft_model(model, px.LoraConfig(target_modules=["lm_head"]))
-    elif how != "plain":
-        _change(model, how)
-    fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
-    with mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
-        model(**batch(101))
-    return fused.call_count == 1
-
-
-def test_fused_loss_is_a_switch() -> None:
-    for how, fused_loss, expected in [
-        *[("plain", "auto", True), ("a hook", "auto", False)],
-        *[("plain", True, True), ("plain", False, False)],
-    ]:
-        assert pool(2).run(_forced, how, fused_loss) == [expected, expected], (how, fused_loss)
-
-
 @pytest.mark.parametrize(
     ("how", "fused_loss", "words"),
     [
         ("a hook", True, "fused_loss=True, but the output head has a hook on a VocabParallelHead"),
         ("a wrapper", True, "fused_loss=True, but the output head is in a _Capped"),
-        ("an adapter", True, "fused_loss=True, but an adapter on the output head makes logits"),
+        ("adapted", True, "fused_loss=True, but an adapter on the output head makes logits"),
         ("plain", "yes", "fused_loss must be 'auto', True or False, got 'yes'"),
     ],
 )
 def test_a_fused_loss_that_cannot_be_is_refused(how: str, fused_loss: object, words: str) -> None:
-    pool(2).assert_raises(_forced, how, fused_loss, error="ValueError", words=words)
+    pool(2).assert_raises(_fuses, how, fused_loss, error="ValueError", words=words)
 
 
 def _invariant_with_a_hook() -> None:
@@ -354,7 +328,6 @@ def test_a_model_that_a_hook_of_another_calls_returns_its_full_logits(train: boo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fused_loss": 2}, "fused_loss must be 'auto', True or False, got 2"),
         ({"fused_loss": True, "training_logits": True}, "fused_loss=True makes no logits"),
         ({"sequence_parallel": "yes"}, "sequence_parallel must be True or False, got 'yes'"),
         ({"sequence_parallel": True, "invariant": px.Invariant(2)}, "leave out sequence_parallel"),

@@ -98,18 +98,23 @@ def _trained(kind: str, layout: Layout, zero: int, how: str, **options: Any) -> 
 
 
 EXACTLY = ["decoder", "model"]  # the norms of others go by fp32
-LAYOUTS = [(Layout(1, 2, 1), 2), (Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3), (Layout(3, 1, 1), 3)]
 
 
-@pytest.mark.parametrize(("layout", "zero"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", EXACTLY)
+@pytest.mark.parametrize(
+    ("kind", "layout", "zero"),
+    [
+        *(("model", Layout(1, 2, 1), 2), ("model", Layout(2, 2, 1), 3)),
+        *(("decoder", Layout(2, 1, 1), 2), ("decoder", Layout(3, 1, 1), 3)),
+    ],
+    ids=str,
+)
 def test_it_trains_as_in_one_process(kind: str, layout: Layout, zero: int) -> None:
     assert max(pool(layout.world).run(_trained, kind, layout, zero, "")) <= EXACT
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3", "qwen3"])
+@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
 def test_decoders_of_other_architectures(kind: str) -> None:
-    assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, "")) <= 1e-5
+    assert max(pool(2).run(_trained, kind, Layout(1, 2, 1), 2, "")) <= 1e-5
 
 
 @pytest.mark.parametrize("how", ["frozen", "accumulated"])
@@ -266,9 +271,9 @@ def test_a_decoder_is_read_from_its_files(tmp_path: Path) -> None:
         assert error <= 1e-6  # transformers' norms go by fp32
 
 
-def _resumed(folder: str, kind: str) -> float:
+def _resumed(folder: str) -> float:
     """Two steps at dp = 2, tp = 2, and two more at tp = 4 from what was saved between."""
-    mesh = Layout(2, 2, 1).mesh()
+    kind, mesh = "decoder", Layout(2, 2, 1).mesh()
     reference, ours = split(kind, mesh, 3)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
     for part in (0, 1):
@@ -296,9 +301,8 @@ def _resumed(folder: str, kind: str) -> float:
     return full_difference(ours, reference)
 
 
-@pytest.mark.parametrize("kind", EXACTLY)
-def test_a_checkpoint_of_it_is_resumed_on_another_layout(tmp_path: Path, kind: str) -> None:
-    assert max(pool(4).run(_resumed, str(tmp_path), kind)) <= EXACT
+def test_a_checkpoint_of_it_is_resumed_on_another_layout(tmp_path: Path) -> None:
+    assert max(pool(4).run(_resumed, str(tmp_path))) <= EXACT
 
 
 def _refusals(folder: str) -> dict[str, str]:

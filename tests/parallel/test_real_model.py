@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from ranks import pool
 from reference import difference, exact, gradients_of, mesh_of, shard_differences, worst
 from safetensors.torch import load_file
 
 import parallel_ext as px
-from parallel_ext.sharding.named_shards import named_shards
 
 SOURCE = os.environ.get("SMOLLM2", "")
 
@@ -38,44 +38,48 @@ def _plain() -> transformers.PreTrainedModel:
 
 def _gradients() -> dict[str, Any]:
     """Errors against fp64 of the parallel and of the plain model, both in fp32."""
-    one = _text(48)
+    one = _text(24)
     model = px.from_pretrained(SOURCE, mesh_of()).train()
     loss = model(**one).loss
     loss.backward()
     plain = _plain().train()
     truth = exact(copy.deepcopy(plain).double())
-    exact_loss = truth(**one).loss
-    for each in (plain(**one).loss, exact_loss):
-        each.backward()
-    full = gradients_of(truth)
-    theirs = {n: difference(g, full[n]) for n, g in gradients_of(plain).items()}
     result = {
-        "loss": difference(loss.double(), exact_loss),
-        "ours": shard_differences(model, full, gradients=True),
-        "theirs": theirs,
         "held": sum(p.untyped_storage().nbytes() for p in model.parameters()),
         "whole": sum(p.untyped_storage().nbytes() for p in plain.parameters()),
     }
+    if mesh_of().rank == 0:  # the other one waits for the answers
+        exact_loss = truth(**one).loss
+        for each in (plain(**one).loss, exact_loss):
+            each.backward()
+        full, own = gradients_of(truth), gradients_of(plain)
+        result["loss"] = difference(loss.double(), exact_loss)
+        result["theirs"] = {name: difference(own[name], full[name]) for name in full}
+    else:
+        full = {name: torch.empty_like(p) for name, p in truth.named_parameters()}
+    for gradient in full.values():
+        dist.broadcast(gradient, 0)
+    result["ours"] = shard_differences(model, full, gradients=True)
     del model, plain, truth, full
     gc.collect()
     return result
 
 
 def test_gradients_err_less_than_those_of_one_process() -> None:
-    tp = 2
-    for result in pool(tp).run(_gradients, timeout_s=300):
-        assert result["loss"] <= 1e-6
-        ours, theirs = worst(result["ours"]), worst(result["theirs"])
+    results = pool(2).run(_gradients, timeout_s=300)
+    assert results[0]["loss"] <= 1e-6
+    for result in results:
+        ours, theirs = worst(result["ours"]), worst(results[0]["theirs"])
         assert ours[0] <= 2 * theirs[0], ours[1]
         # the shard, and beyond it norms and rows of uneven parts only
-        assert result["held"] <= 1.1 * result["whole"] / tp
+        assert result["held"] <= 1.1 * result["whole"] / 2
 
 
 def _generated_and_saved(folder: str) -> tuple[list[int], list[int], list[int]]:
     mesh = mesh_of()
     model = px.from_pretrained(SOURCE, mesh)
     prompt = _text(12)["input_ids"]
-    arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 16}
+    arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8}
     got = model.generate(prompt, do_sample=False, **arguments)
     on_shards = px.generate(model, prompt, do_sample=False, **arguments)
     model.save_pretrained(folder)
@@ -94,19 +98,3 @@ def test_greedy_tokens_and_saved_tensors_are_those_of_the_source(tmp_path: Path)
     assert saved.keys() == source.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in source.items())
     assert saved["model.embed_tokens.weight"].shape == (49153, 576)
-
-
-def _rotary() -> tuple[bool, bool]:
-    model = px.from_pretrained(SOURCE, mesh_of(), dtype=torch.bfloat16)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(SOURCE, dtype=torch.bfloat16)
-    buffers = [torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True)]
-    same_config = model.config.to_diff_dict() == plain.config.to_diff_dict()
-    same = model.generation_config.to_dict() == plain.generation_config.to_dict()
-    dtypes = {p.dtype for _, p, _ in named_shards(model)}
-    return all(buffers), same and same_config and dtypes == {torch.bfloat16}
-
-
-def test_buffers_and_configurations_are_those_of_huggingface() -> None:
-    for buffers, configurations in pool(2).run(_rotary, timeout_s=300):
-        assert buffers
-        assert configurations

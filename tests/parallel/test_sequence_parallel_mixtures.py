@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import pool
 from reference import (
-    Tiny,
     assert_within,
     difference,
     gradient_differences,
@@ -28,7 +27,6 @@ from reference_mixtral import (
     accumulated_differences,
     batches,
     few_tokens_parity,
-    layouts_of,
     parity,
     spread,
     training_differences,
@@ -41,15 +39,10 @@ from parallel_ext.parallel.sequence import GatherLogits
 
 OWN: dict[str, Any] = {"sequence_parallel": True}
 FIVE = TinyMixtral(num_experts=5)
-EVERY = [layout for world in (2, 3, 4) for layout in layouts_of(world) if layout.tp > 1]
-
-
-@pytest.mark.parametrize("layout", EVERY, ids=str)
-def test_training_equals_the_single_process(layout: Layout) -> None:
-    assert_within(pool(layout.world).run(parity, FIVE, layout, 2, OWN, timeout_s=60))
-
-
 CASES: dict[str, tuple[TinyMixtral, Layout, int]] = {
+    "two ranks": (FIVE, Layout(1, 2, 1), 2),
+    "three ranks": (FIVE, Layout(1, 3, 1), 2),
+    "experts on four ranks": (FIVE, Layout(1, 4, 4), 2),
     "ZeRO-3": (TinyMixtral(num_experts=5, tied=True), Layout(2, 2, 4), 3),
     "an idle rank": (TinyMixtral(num_experts=5, skew="an idle rank"), Layout(1, 2, 2), 2),
     "one expert for all": (TinyMixtral(skew="one expert takes all"), Layout(2, 2, 4), 2),
@@ -98,15 +91,15 @@ def _noise(noise: float) -> tuple[tuple[str, Any], ...]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero", "noise", "copied"),
+    ("layout", "zero", "reentrant", "noise", "copied"),
     [
-        (Layout(1, 3, 1), None, 0.2, False),
-        (Layout(1, 2, 2), None, 0.2, True),
-        (Layout(2, 2, 4), 3, 0.0, False),
+        (Layout(1, 3, 1), None, True, 0.2, False),
+        (Layout(1, 2, 2), None, False, 0.2, True),
+        (Layout(2, 2, 4), 3, True, 0.0, False),
+        (Layout(2, 2, 4), 3, False, 0.0, False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_keeps_the_gradients_and_the_noise(
     layout: Layout, zero: int | None, reentrant: bool, noise: float, copied: bool
 ) -> None:
@@ -160,11 +153,10 @@ ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 @pytest.mark.parametrize(
     ("layout", "zero", "checkpoints", "changes"),
     [
-        (Layout(1, 2, 1), 2, "", ATTENTION),
         (Layout(1, 2, 2), 2, "not reentrant", ATTENTION),
         (Layout(1, 3, 3), 2, "reentrant", {}),
         (Layout(2, 2, 4), 3, "", ATTENTION),
-        (Layout(2, 2, 1), 2, "not reentrant", {}),
+        (Layout(2, 2, 1), 2, "", {}),
         (Layout(1, 4, 2), 2, "", {"modules_to_save": ["gate", "norm"]}),
     ],
     ids=str,
@@ -175,8 +167,7 @@ def test_adapters_train_as_in_peft(
     found = pool(layout.world).run(_adapted, tmp_path, layout, zero, checkpoints, changes)
     for differences in found:
         assert any(".lora_B." in name and ".grad" in name for name in differences)
-        error, name = worst(differences)
-        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+        assert_within([differences], 1e-9)
 
 
 def _accumulated(layout: Layout) -> dict[str, float]:
@@ -188,7 +179,7 @@ def test_micro_batches_add_up(layout: Layout) -> None:
     assert_within(pool(layout.world).run(_accumulated, layout))
 
 
-def _evaluated(tiny: Tiny | TinyMixtral, layout: Layout) -> dict[str, float]:
+def _evaluated(tiny: TinyMixtral, layout: Layout) -> dict[str, float]:
     """With gradients: of an evaluation, and of sequences of one token, which are not divided."""
     reference, model, _ = spread(tiny, layout, None, **OWN)
     one, found = batches(tiny, 1)[0], {}
@@ -218,12 +209,8 @@ def _evaluated(tiny: Tiny | TinyMixtral, layout: Layout) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("tiny", [FIVE, TinyQwen3Moe(), Tiny()], ids=lambda one: type(one).__name__)
-def test_what_is_not_divided_has_the_gradients_and_tokens_of_one_process(
-    tiny: Tiny | TinyMixtral,
-) -> None:
-    layout = Layout(1, 2, 1 if isinstance(tiny, Tiny) else 2)
-    assert_within(pool(2).run(_evaluated, tiny, layout))
+def test_what_is_not_divided_has_the_gradients_and_tokens_of_one_process() -> None:
+    assert_within(pool(2).run(_evaluated, TinyQwen3Moe(), Layout(1, 2, 2)))
 
 
 def _logits(layout: Layout, reentrant: bool | None) -> tuple[dict[str, float], list[int]]:
@@ -279,6 +266,10 @@ def test_no_token_is_gathered_for_a_mixture(layout: Layout) -> None:
         assert before[0]["all_gather"] == forward["all_gather"]
         assert before[0]["swap"] == 1 + layers + exchanges  # embedding, outputs of the mixtures
         assert before[1]["all_gather"] == layers  # gradients of their tokens
+        assert before[0]["all_reduce"] == layers  # attentions
+        if layout.ep > 1:
+            assert before[1]["swap"] == 2 * layers
+            assert before[1]["all_reduce"] == 1 + layers  # the head
         if layout.ep == 1:  # else which rows travel depends on whose tokens they are
             own = rows * (tokens - tokens // 2 if rank == 0 else tokens // 2) * hidden * 8
             others = rows * tokens * hidden * 8 - own
@@ -308,8 +299,11 @@ def _as_without_the_option(layout: Layout, rule: str | None) -> list[Any]:
     return [*found, max(differences)]
 
 
-@pytest.mark.parametrize("rule", [None, "balanced", "skewed"])
-@pytest.mark.parametrize("layout", [Layout(1, 3, 1), Layout(1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [(Layout(1, 2, 2), None), (Layout(1, 3, 1), "balanced"), (Layout(1, 2, 2), "skewed")],
+    ids=str,
+)
 def test_metrics_and_forced_choices_are_those_of_all_tokens(
     layout: Layout, rule: str | None
 ) -> None:
@@ -333,5 +327,4 @@ def _without(broken: str) -> float:
 
 @pytest.mark.parametrize("broken", ["sum of the router's gradients", "gradient of the logits"])
 def test_parity_notices_a_broken(broken: str) -> None:
-    assert max(pool(2).run(_without, "")) <= 1e-10
     assert max(pool(2).run(_without, broken)) > 1e-3

@@ -46,27 +46,23 @@ from parallel_ext.nn.region import ChangeOutput
 
 TINY = TinyQwen2Moe(inner=17)
 OWN: dict[str, Any] = {"sequence_parallel": True}
-WAYS = pytest.mark.parametrize("options", [{}, OWN], ids=["", "own tokens"])
 MLP = ["gate_proj", "up_proj", "down_proj"]
 EXPERT = [f"model.layers.1.mlp.shared_expert.{name}" for name in MLP]
 INPUTS = {name: value for name, value in batch(TINY.vocab_size).items() if name != "labels"}
-LAYOUTS = [
-    *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 2, 2), Layout(1, 3, 1), Layout(2, 1, 2)),
-    *(Layout(2, 2, 4), Layout(1, 4, 2)),
-]
 
 
-@WAYS
 @pytest.mark.parametrize(
-    ("balance", "layout", "zero"),
+    ("layout", "zero", "balance", "options"),
     [
-        *((False, layout, 2) for layout in LAYOUTS[1:]),
-        *((True, Layout(1, 3, 3), 2), (True, Layout(2, 2, 2), 3)),
+        *((Layout(1, 2, 2), 2, False, {}), (Layout(1, 3, 1), 2, False, {})),
+        *((Layout(2, 1, 2), 2, False, {}), (Layout(2, 2, 2), 3, True, {})),
+        *((Layout(1, 2, 1), 2, False, OWN), (Layout(1, 3, 3), 2, True, OWN)),
+        *((Layout(2, 2, 4), 2, False, OWN), (Layout(1, 4, 2), 2, False, OWN)),
     ],
     ids=str,
 )
 def test_training_equals_the_single_process(
-    balance: bool, layout: Layout, zero: int, options: dict[str, Any]
+    layout: Layout, zero: int, balance: bool, options: dict[str, Any]
 ) -> None:
     tiny = TinyQwen2Moe(inner=17, balance=balance)
     assert_within(pool(layout.world).run(parity, tiny, layout, zero, options, timeout_s=60))
@@ -100,18 +96,19 @@ def _with_adapter(
     return training_differences(reference, model, layout.mesh(), TINY, 2)
 
 
-@WAYS
 @pytest.mark.parametrize(
-    ("layout", "changes", "base"),
+    ("layout", "options", "changes", "base"),
     [
-        *((layout, {}, layout.dp == 1) for layout in LAYOUTS),
-        (Layout(1, 2, 2), {"target_parameters": [GATE_UP]}, False),
-        (Layout(1, 3, 1), {"modules_to_save": ["shared_expert_gate", "gate"]}, False),
+        *((Layout(1, 1, 1), {}, {}, True), (Layout(1, 3, 1), {}, {}, True)),
+        *((Layout(2, 2, 4), {}, {}, False), (Layout(1, 2, 1), OWN, {}, True)),
+        (Layout(1, 4, 2), OWN, {}, True),
+        (Layout(1, 2, 2), {}, {"target_parameters": [GATE_UP]}, False),
+        (Layout(1, 3, 1), OWN, {"modules_to_save": ["shared_expert_gate", "gate"]}, False),
     ],
     ids=str,
 )
 def test_an_adapter_on_it_trains_as_in_peft(
-    tmp_path: Path, layout: Layout, changes: dict[str, Any], base: bool, options: dict[str, Any]
+    tmp_path: Path, layout: Layout, options: dict[str, Any], changes: dict[str, Any], base: bool
 ) -> None:
     for differences in pool(layout.world).run(
         _with_adapter, tmp_path, layout, options, changes, base, timeout_s=60
@@ -119,8 +116,7 @@ def test_an_adapter_on_it_trains_as_in_peft(
         assert any("shared_expert.up_proj.lora_B." in name for name in differences)
         whole = "shared_expert.up_proj.base_layer.weight.grad of step 0"
         assert any(name.endswith(whole) for name in differences) == base
-        error, name = worst(differences)
-        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+        assert_within([differences], 1e-9)
 
 
 def _recomputed(
@@ -142,8 +138,9 @@ def _recomputed(
     )
 
 
-@WAYS
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpoints", "reentrant"])
+@pytest.mark.parametrize(
+    ("reentrant", "options"), [(None, {}), (True, {}), (False, OWN), (True, OWN)]
+)
 def test_dropout_of_an_adapter_is_that_of_the_places_of_tokens(
     tmp_path: Path, reentrant: bool | None, options: dict[str, Any]
 ) -> None:
@@ -175,7 +172,7 @@ def test_an_adapter_of_any_layout_loads_and_merges_at_any_other(tmp_path: Path) 
         assert all(torch.equal(saved[other][n], value) for n, value in saved[first].items())
     assert any("shared_expert.down_proj.lora_A" in name for name in saved[first])
     expected = logits_of(plain(first, TINY), INPUTS)
-    for layout in (Layout(1, 1, 1), Layout(1, 2, 2), Layout(1, 3, 1)):
+    for layout in (Layout(1, 2, 2), Layout(1, 3, 1)):
         for found in pool(layout.world).run(_loaded, first, layout):
             check_life(found, expected, biased=False)
         again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -239,5 +236,4 @@ def _broken(what: str) -> float:
 
 @pytest.mark.parametrize("what", ["sum of the input's gradient", "order of the sums"])
 def test_parity_notices_a_broken(what: str) -> None:
-    assert max(pool(2).run(_broken, "")) <= 1e-10
     assert max(pool(2).run(_broken, what)) > 1e-4

@@ -73,12 +73,6 @@ def config_sizes(tiny: Any) -> dict[str, Any]:
     }
 
 
-def of_vocabulary(vocab_size: int, tied: bool) -> Tiny:
-    """A model for sweeps over vocabularies: narrow where the vocabulary is large."""
-    heads = {} if vocab_size < 1000 else {"heads": 4, "key_value_heads": 2}
-    return Tiny(vocab_size=vocab_size, tied=tied, **heads)
-
-
 def exact_norms(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Let the norms of a fp64 model compute in fp64; HuggingFace's go by fp32."""
 

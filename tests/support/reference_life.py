@@ -17,7 +17,7 @@ from torch import nn
 import parallel_ext as px
 from parallel_ext.parallel.state import is_parallel
 
-STEPS = 3
+STEPS = 2
 
 
 def with_head_bias(model: Any) -> Any:

@@ -73,9 +73,6 @@ def layouts_of(world: int) -> Iterator[Layout]:
     return (Layout(world // tp, tp, ep) for tp in sides for ep in sides)
 
 
-SKEWS = ("as drawn", "zipf", "one expert takes all", "an idle expert", "an idle rank")
-
-
 def _skew(kind: str, num_experts: int, ep: int) -> torch.Tensor:
     """What is added to the router's logits."""
     skew = torch.zeros(num_experts, dtype=torch.float64)
@@ -345,17 +342,18 @@ def errors_in(
     dtype: torch.dtype,
     lower: torch.dtype | None = None,
     seeds: Sequence[int] = (2,),
+    **options: Any,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Errors against fp64 of our gradients and of the single process', both in ``dtype``.
 
     Each the median over the batches of ``seeds``: the error of one is one draw of the rounding.
-    With a ``lower`` dtype both compute in it by autocast.
+    With a ``lower`` dtype both compute in it by autocast. Ours is made with ``options``.
     """
     exact = tiny.model()
     single = replace(tiny, dtype=dtype).model()
     single.load_state_dict(exact.state_dict())
     mesh = layout.mesh()
-    model = px.data_parallel(parallel(single, mesh), mesh)
+    model = px.data_parallel(parallel(single, mesh, **options), mesh)
     ours, theirs = defaultdict(list), defaultdict(list)
     for seed in seeds:
         whole, own = own_batch(tiny, mesh, seed)
@@ -363,6 +361,7 @@ def errors_in(
             each.zero_grad()
             with torch.autocast("cpu", lower, enabled=lower is not None and each is not exact):
                 loss = each(**data).loss
+            assert loss.dtype != lower
             loss.backward()
         truth = gradients_of(exact)
         for name, error in shard_differences(model, truth, True).items():
