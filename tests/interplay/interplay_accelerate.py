@@ -11,6 +11,7 @@ from unittest import mock
 
 import accelerate
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -37,6 +38,16 @@ def processes() -> Iterator[None]:
             yield
         finally:
             forget_processes()
+
+
+def sgd_arguments(
+    folder: str, rows: int, steps: int, **more: Any
+) -> transformers.TrainingArguments:
+    """Of a Trainer that logs each step of SGD at one rate, and saves nothing by itself."""
+    rate = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    quiet = {"save_strategy": "no", "report_to": [], "use_cpu": True, "logging_steps": 1}
+    options = {"per_device_train_batch_size": rows, "max_steps": steps, **rate, **quiet, **more}
+    return transformers.TrainingArguments(folder, **options)
 
 
 def forget_processes() -> None:

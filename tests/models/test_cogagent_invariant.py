@@ -117,9 +117,7 @@ def _of_one_process(how: str = "") -> Bits:
 
 @pytest.mark.parametrize("how", ["one forward", "one forward in bf16"])
 def test_any_tp_has_the_bits_of_one_process(how: str) -> None:
-    whole = _of_one_process(how)
-    for tp in (2, 3):
-        assert_bits(pool(tp).run(_train, tp, how), whole)
+    assert_bits(pool(3).run(_train, 3, how), _of_one_process(how))
 
 
 def test_threads_have_the_bits_of_one() -> None:
@@ -127,7 +125,7 @@ def test_threads_have_the_bits_of_one() -> None:
     assert_bits(pool(4).run(_train, 2, "three threads"), whole)
 
 
-WAYS = ["", "bf16", "autocast", "checkpointing", "adapter", "adapter, biases"]
+WAYS = ["bf16", "autocast, checkpointing", "adapter, biases"]
 
 
 @sweep(WAYS, [(3, 3, 0), (4, 2, 0), (3, 1, 0)], often=[(4, 2, 0)])
@@ -139,7 +137,7 @@ def test_leaves_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout
 @sweep(
     ["zero"],
     [(ranks, tp, zero) for ranks, tp in ((2, 1), (4, 2)) for zero in (2, 3)],
-    often=[(2, 1, 2), (4, 2, 3)],
+    often=[(4, 2, 3)],
 )
 def test_zero_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
     for ranks, tp, zero in layouts:
