@@ -32,7 +32,7 @@ from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)  # which no number of ranks divides
-STEPS = 3
+STEPS = 2
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -68,15 +68,8 @@ def _check(directory: Path, tiny: TinyMixtral, layout: Layout, *args: Any) -> No
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 1), Layout(2, 1, 2)),
-        *(Layout(1, 3, 3), Layout(3, 1, 3), Layout(1, 4, 2), Layout(2, 2, 1), Layout(2, 2, 2)),
-        *(Layout(2, 2, 4), Layout(4, 1, 2)),
-    ],
-    ids=str,
+@pytest.mark.parametrize(  # with those of the tests below
+    "layout", [Layout(1, 3, 3), Layout(1, 4, 2), Layout(2, 2, 1), Layout(2, 2, 4)], ids=str
 )
 def test_losses_gradients_norms_and_steps_are_those_of_peft(tmp_path: Path, layout: Layout) -> None:
     _check(tmp_path, TINY, layout, {"target_modules": ATTENTION})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from ranks import pool
 from reference import Tiny, assert_within, batch, mesh_of, parallel, worst
 from reference_invariant import BITS, assert_bits, digests
 from reference_leaves import Layout, sweep
-from reference_lora import FILE, config, gradient_errors, plain, share_masks
+from reference_lora import ALL, FILE, config, gradient_errors, plain, share_masks
 from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file
 from test_specs import OfSpec
@@ -28,8 +29,10 @@ ROWS, STEPS = 7, 3
 LAYERS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"]
 KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
     "odd": (Tiny(dtype=torch.float32), {"lora_dropout": 0.1, "target_modules": "all-linear"}),
-    "shared heads": (Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33), {}),
-    "bf16": (Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True), {"r": 16}),
+    "bf16": (
+        Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True),
+        {"r": 16, "target_modules": [*ALL, "lm_head", "embed_tokens"]},
+    ),
     "embedding": (
         Tiny(dtype=torch.float32, tied=True),
         {"lora_dropout": 0.3, "use_rslora": True, "target_modules": LAYERS},
@@ -38,12 +41,8 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
         Tiny(dtype=torch.float32),
         {"lora_dropout": 0.1, "target_modules": ["lm_head", "k_proj"], "lora_bias": True},
     ),
-    "bf16 head": (
-        Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4),
-        {"target_modules": ["lm_head", "embed_tokens", "gate_proj"]},
-    ),
     "biases": (
-        Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
+        Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33, bias=True),
         {"lora_bias": True, "bias": "all", "target_modules": "all-linear"},
     ),
     "modules": (
@@ -62,7 +61,7 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
         {"lora_dropout": 0.1, "target_modules": "all-linear", "lora_bias": True},
     ),
     "experts": (
-        TinyMixtral(dtype=torch.float32, num_experts=5),
+        TinyMixtral(dtype=torch.float32, num_experts=5, skew="an idle expert"),
         {
             "target_modules": ["o_proj"],
             "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
@@ -71,10 +70,6 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
     "bf16 experts": (
         TinyMixtral(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
         {"target_modules": [], "target_parameters": ["experts.down_proj"]},
-    ),
-    "an idle expert": (
-        TinyMixtral(dtype=torch.float32, skew="an idle expert"),
-        {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
     ),
     "beside experts": (
         TinyMixtral(dtype=torch.float32),
@@ -129,11 +124,16 @@ def _so(how: str, *args: Any) -> BITS:
     return _train(*args, how=how)
 
 
+@lru_cache
+def _whole(kind: str, how: str = "") -> BITS:
+    (bits,) = pool(1).run(_so, how, kind, 1)
+    return bits
+
+
 @sweep(KINDS, [(2, 1, 0), (3, 1, 0), (4, 2, 0), (3, 3, 0)], often=[(4, 2, 0)])
 def test_any_layout_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
-    (whole,) = pool(1).run(_train, case, 1)
     for ranks, tp, _ in layouts:
-        assert_bits(pool(ranks).run(_train, case, tp), whole)
+        assert_bits(pool(ranks).run(_train, case, tp), _whole(case))
 
 
 @sweep(
@@ -142,19 +142,19 @@ def test_any_layout_has_the_bits_of_one_process(case: str, layouts: Sequence[Lay
     often=[(4, 2, 0)],
 )
 def test_ways_to_train_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
-    (whole,) = pool(1).run(_so, "" if case == "checkpointing" else case, "odd", 1)
+    whole = _whole("odd", "" if case == "checkpointing" else case)
     for ranks, tp, _ in layouts:
         assert_bits(pool(ranks).run(_so, case, "odd", tp), whole)
 
 
 def test_without_leaves_any_tp_has_the_bits_of_one_process() -> None:
-    (whole,) = pool(1).run(_so, "no leaves", "odd", 1)
+    whole = _whole("odd", "no leaves")
     for tp in (2, 3):
         assert_bits(pool(tp).run(_so, "no leaves", "odd", tp), whole)
 
 
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
-    ((log, blocks, digest),) = pool(1).run(_train, "odd", 1)
+    log, blocks, digest = _whole("odd")
     for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((2, 1), (3, 3))):
         root = tmp_path / f"{saving} to {loading}"
         pool(saving).run(_train, "odd", tp, (0, 1), root)
@@ -230,7 +230,7 @@ def _parity(directory: Path, tp: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 2), (3, 1)])
 def test_gradients_are_those_of_peft(tmp_path: Path, ranks: int, tp: int) -> None:
     assert_within(pool(ranks).run(_parity, tmp_path, tp), 1e-9)
 
@@ -248,8 +248,7 @@ def test_files_of_an_adapter_are_the_same_on_any_layout(tmp_path: Path) -> None:
 
 
 def test_ranks_with_all_experts_have_the_bits_of_one_process() -> None:
-    (whole,) = pool(1).run(_train, "experts", 1)
-    assert_bits(pool(2).run(_so, "whole experts", "experts", 2), whole)
+    assert_bits(pool(2).run(_so, "whole experts", "experts", 2), _whole("experts"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
