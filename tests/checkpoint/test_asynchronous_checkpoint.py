@@ -137,8 +137,7 @@ def _the_next_call_raises(root: Path, guilty: int, call: str) -> tuple[str, str,
     return str(raised.value), warned, getattr(raised.value.__cause__, "errno", None) == 28
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-@pytest.mark.parametrize("call", ["save", "load", "wait"])
+@pytest.mark.parametrize(("guilty", "call"), [(0, "save"), (1, "load"), (0, "wait")])
 def test_the_next_call_raises_what_went_wrong_once(tmp_path: Path, guilty: int, call: str) -> None:
     answers = pool(2).run(_the_next_call_raises, tmp_path, guilty, call)
     for rank, (error, warned, is_its_own) in enumerate(answers):
