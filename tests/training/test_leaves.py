@@ -203,6 +203,7 @@ def test_a_loop_of_ones_own_has_the_bits_of_train_leaves(kind: str) -> None:
 
 MOVES = {
     "odd": [((4, 2, 0), (3, 1, 0)), ((2, 1, 0), (3, 3, 0))],
+    "phi3": [((4, 2, 0), (3, 3, 0))],
     "mixtral": [((4, (2, 4), 0), (3, (1, 3), 0)), ((2, (1, 2), 0), (4, (2, 1), 0))],
 }
 
