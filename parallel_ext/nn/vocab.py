@@ -222,6 +222,16 @@ class VocabParallelHead(_RowsOfVocabulary):
         self.weight, self.bias = weight, bias
         self.partials, self.tied = partials, tied
 
+    def check_ties(self, embedding: VocabParallelEmbedding, op_name: str) -> None:
+        """Raise RuntimeError if the head was tied to an embedding, or untied, since it was made."""
+        if (embedding.weight is self.weight) != self.tied:
+            tied, now = ("tied", "not") if self.tied else ("not tied", "they are")
+            raise RuntimeError(
+                f"{op_name}: embedding and head were {tied} when the model was made parallel, but "
+                f"now {now}; call model.tie_weights() or set tie_word_embeddings before "
+                "px.parallelize"
+            )
+
     @classmethod
     def from_plain(
         cls,

@@ -237,7 +237,7 @@ class Planner:
         )
         if step.adapt is not None:
             held.add_adapter(models[0])
-        states, ranks = STATES[step.optimizer], held.extremes()
+        states, ranks = STATES[step.optimizer], mesh.extremes()
         of_model = tuple(held.in_files(adapter=False))
         saved = of_model if step.adapt is None else tuple(held.in_files(adapter=True))
         adapter = True if step.adapt else None
@@ -246,9 +246,8 @@ class Planner:
         of_runs = [each.of_rank(held, step) for each in runs]
         peaks = [
             weights[rank] + states * trained[rank] + one.beside
-            for mesh, one in zip(meshes, of_runs, strict=True)
-            # ZeRO gives the first ranks with a shard the largest parts, the last ones the smallest.
-            for rank in (mesh.rank % held.period, mesh.rank % held.period + world - held.period)
+            for each, one in zip(meshes, of_runs, strict=True)
+            for rank in each.first_and_last()  # with the largest and the smallest parts of ZeRO
         ]
         return Estimate(
             *(tp, ep, mesh.dp_size),
@@ -337,11 +336,11 @@ def _range(of_ranks: Iterable[int]) -> tuple[int, int]:
 
 
 def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
-    """Return the ranks of which one holds the most, and one the least: rank 0, and the last one.
+    """Return ranks of which one holds the most, and one the least: rank 0, others, the last one.
 
-    Where these are alike rank 0 alone, and of others those that hold more or less of anything.
+    Others are those that hold more than rank 0 or less than the last one of anything. If all ranks
+    hold as much, rank 0 stands for them.
     """
-    period = math.lcm(mesh.tp_size, mesh.ep_size)
     tensors = {replace(tensor, name="") for tensor in layout.tensors.values()}
     tokens = [stop - start for start, stop in split(step.tokens, mesh.tp_size)]
 
@@ -351,8 +350,8 @@ def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
             tokens[rank % mesh.tp_size],
         )
 
-    with_sizes = {sizes(rank): rank for rank in range(period)}
-    most, least = sizes(0), sizes(period - 1)
+    with_sizes = {sizes(rank): rank for rank in range(mesh.period)}
+    most, least = sizes(0), sizes(mesh.period - 1)
     others = [
         rank
         for each, rank in with_sizes.items()

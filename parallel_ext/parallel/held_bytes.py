@@ -65,9 +65,6 @@ class Held:
         further_layers: equal to the last one of the layout, and in the model beside its layers.
         idle: names of parameters that no step gives a gradient.
         skipped: prefixes of layers that no step runs.
-
-    Attributes:
-        period: number of ranks after which those with the same shards follow in the same order.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class Held:
         skipped: Collection[str] = (),
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
-        self.period = math.lcm(tp, ep)
         self._experts = tuple(
             f"{path}.{sublayer.experts}."
             for path, sublayer in spec.sublayers(layout).items()
@@ -146,10 +142,6 @@ class Held:
     def vocab_rows(self, rank: int) -> int:
         """Return how many rows of the vocabulary a rank has."""
         return self._vocabulary.local_shape(rank)[0]
-
-    def extremes(self) -> list[int]:
-        """Return the ranks among which those with the most and the fewest bytes are."""
-        return [*range(self.period), *range(self._world - self.period, self._world)]
 
     def nbytes(
         self,

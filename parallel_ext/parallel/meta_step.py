@@ -187,11 +187,10 @@ def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _key(value: Any) -> Any:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return tuple([_key(each) for each in value])
-    if kind is torch.Tensor or isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.is_meta)
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device.type)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
     return value
 
 

@@ -170,12 +170,7 @@ def _check(
                     f"{_OP_NAME}: {path}.{attribute} has a gradient, which would be lost; call "
                     "optimizer.step() and optimizer.zero_grad() before"
                 )
-    if (embedding.weight is head.weight) != head.tied:
-        tied, now = ("tied", "not") if head.tied else ("not tied", "they are")
-        raise RuntimeError(
-            f"{_OP_NAME}: embedding and head were {tied} when the model was made parallel, but now "
-            f"{now}; call model.tie_weights() or set tie_word_embeddings before px.parallelize"
-        )
+    head.check_ties(embedding, _OP_NAME)
     old = embedding.num_embeddings
     rows = old if new_num_tokens is None else new_num_tokens
     multiple = pad_to_multiple_of or 1

@@ -100,16 +100,7 @@ def refuse_other_ties(model: nn.Module) -> None:
     embedding, head = (model.get_submodule(path) for path in (spec.embedding, spec.head))
     if not isinstance(embedding, VocabParallelEmbedding) or not isinstance(head, VocabParallelHead):
         return  # an adapter stands there, of which the weight below is frozen
-    if head.tied and head.weight is not embedding.weight:
-        raise RuntimeError(
-            f"{spec.head}.weight was tied to {spec.embedding}.weight when the model was made "
-            "parallel, but is a parameter of its own now; call model.tie_weights()"
-        )
-    if not head.tied and head.weight is embedding.weight:
-        raise RuntimeError(
-            f"{spec.head}.weight was tied to {spec.embedding}.weight after the model was made "
-            "parallel; tie weights before px.parallelize"
-        )
+    head.check_ties(embedding, "forward")
 
 
 def refuse_backward_apart(state: ParallelState, output: Any) -> None:
