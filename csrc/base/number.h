@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #ifdef __CUDACC__
 #define PARALLEL_EXT_INLINE __host__ __device__ __forceinline__
@@ -25,6 +26,8 @@
 #endif
 
 namespace parallel_ext {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 PARALLEL_EXT_INLINE float to_float(float x) { return x; }
 PARALLEL_EXT_INLINE float to_float(c10::BFloat16 x) {

@@ -21,7 +21,7 @@
 namespace parallel_ext {
 namespace {
 
-constexpr int64_t kTokensPerTask = 64;
+constexpr int64_t kRoutedPerTask = 64;
 
 void check_logits(const char* op, const at::Tensor& logits, int64_t top_k) {
   check_floating(op, "logits", logits);
@@ -68,7 +68,7 @@ Tensors<2> chosen_by_loop(const at::Tensor& probabilities, int64_t top_k) {
     const auto* row = probabilities.const_data_ptr<scalar_t>();
     auto* weight = weights.mutable_data_ptr<scalar_t>();
     auto* id = ids.mutable_data_ptr<int64_t>();
-    at::parallel_for(0, tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, tokens, kRoutedPerTask, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
         choose(row + token * num_experts, num_experts, top_k, weight + token * top_k,
                id + token * top_k);

@@ -26,21 +26,22 @@
 namespace parallel_ext {
 namespace {
 
-constexpr const char* kOp = "block_linear_cross_entropy";
+constexpr const char* kBlockLoss = "block_linear_cross_entropy";
 
 void check_call(const at::Tensor& input, const at::Tensor& head_weight,
                 const at::Tensor& lora_a_out, const at::Tensor& lora_b, const at::Tensor& labels,
                 const VocabLoss& loss) {
-  check_dim(kOp, "input", input, 2);
-  check_linear(kOp, input, head_weight, {}, "head_weight");
-  check_same_dtype(kOp, "lora_a_out", lora_a_out, "input", input);
-  check_linear(kOp, lora_a_out, lora_b, {}, "lora_b");
-  check_shape(kOp, "lora_a_out", lora_a_out, {input.size(0), lora_b.size(1)});
-  check_shape(kOp, "lora_b", lora_b, {head_weight.size(0), lora_a_out.size(1)});
-  TORCH_CHECK_TYPE(input.scalar_type() != at::kHalf, kOp,
+  check_dim(kBlockLoss, "input", input, 2);
+  check_linear(kBlockLoss, input, head_weight, {}, "head_weight");
+  check_same_dtype(kBlockLoss, "lora_a_out", lora_a_out, "input", input);
+  check_linear(kBlockLoss, lora_a_out, lora_b, {}, "lora_b");
+  check_shape(kBlockLoss, "lora_a_out", lora_a_out, {input.size(0), lora_b.size(1)});
+  check_shape(kBlockLoss, "lora_b", lora_b, {head_weight.size(0), lora_a_out.size(1)});
+  TORCH_CHECK_TYPE(input.scalar_type() != at::kHalf, kBlockLoss,
                    ": gradients before the loss scale do not fit fp16; use bf16");
-  TORCH_CHECK_VALUE(loss.reduction != "none", kOp, ": reduction must be 'sum' or 'mean'");
-  check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
+  TORCH_CHECK_VALUE(loss.reduction != "none", kBlockLoss, ": reduction must be 'sum' or 'mean'");
+  check_vocab_loss(kBlockLoss, loss, "the rows of head_weight", head_weight.size(0), input.size(0),
+                   labels,
                    /*want_argmax=*/false);
 }
 
@@ -74,7 +75,7 @@ struct Factors {
       }
       fixed_products(products);
       grad_input.narrow(0, tile.start, tile.size)
-          .copy_(tree_reduce(kOp, parts, num_blocks, grad_input.scalar_type(), group));
+          .copy_(tree_reduce(kBlockLoss, parts, num_blocks, grad_input.scalar_type(), group));
     }
     if (!needs_weight_) return;
     // In full tiles, whose sums are wide, the gradient of a tile is rounded before it is added.
@@ -97,14 +98,15 @@ struct Factors {
   bool needs_input_, needs_weight_;
 };
 
-Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
-                          const at::Tensor& lora_a_out, const at::Tensor& lora_b,
-                          const at::Tensor& labels_in, at::IntArrayRef bounds, int64_t num_blocks,
-                          std::array<bool, 4> needed, const Group& group, const VocabLoss& loss) {
+Tensors<5> block_loss_forward(const at::Tensor& input, const at::Tensor& head_weight,
+                              const at::Tensor& lora_a_out, const at::Tensor& lora_b,
+                              const at::Tensor& labels_in, at::IntArrayRef bounds,
+                              int64_t num_blocks, std::array<bool, 4> needed, const Group& group,
+                              const VocabLoss& loss) {
   choose_blas_for_one_thread(false);
   check_call(input, head_weight, lora_a_out, lora_b, labels_in, loss);
-  const auto blocks = blocks_of(kOp, bounds, head_weight.size(0));
-  check_own_blocks(kOp, static_cast<int64_t>(blocks.size()), num_blocks, group);
+  const auto blocks = blocks_of(kBlockLoss, bounds, head_weight.size(0));
+  check_own_blocks(kBlockLoss, static_cast<int64_t>(blocks.size()), num_blocks, group);
   const at::Tensor labels = labels_in.contiguous();
   const StatsRows rows(loss.label_smoothing > 0, false, false);
   const Tokens tokens = tokens_of(loss, labels);
@@ -144,7 +146,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       shards.push_back(loss.shard(own_logits, tile_labels, loss.vocab_start + block.start));
       stats.push_back(vocab_shard_stats(shards.back(), rows));
     }
-    all_stats.push_back(at::stack(of_all_blocks(kOp, at::stack(stats), num_blocks, group)));
+    all_stats.push_back(at::stack(of_all_blocks(kBlockLoss, at::stack(stats), num_blocks, group)));
     if (std::none_of(needed.begin(), needed.end(), [](bool each) { return each; })) continue;
     const at::Tensor normalizer = normalizer_of(all_stats.back(), rows);
     const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
@@ -164,9 +166,10 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
           of_adapter.grad_weight};
 }
 
-Tensors<5> forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
-                        const at::Tensor& lora_a_out, const at::Tensor& lora_b, const at::Tensor&,
-                        at::IntArrayRef, int64_t, std::array<bool, 4> needed) {
+Tensors<5> block_loss_forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
+                                   const at::Tensor& lora_a_out, const at::Tensor& lora_b,
+                                   const at::Tensor&, at::IntArrayRef, int64_t,
+                                   std::array<bool, 4> needed) {
   const auto options = input.options().dtype(type_ahead(input));
   const auto gradient = [&](size_t i, const at::Tensor& of) {
     return empty_if(needed[i], of.sym_sizes(), options);
@@ -175,10 +178,11 @@ Tensors<5> forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
           gradient(1, head_weight), gradient(2, lora_a_out), gradient(3, lora_b)};
 }
 
-at::Tensor loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
-                                 const at::Tensor& lora_a_out, const at::Tensor& lora_b,
-                                 const at::Tensor& labels, at::IntArrayRef blocks,
-                                 int64_t num_blocks, const Group& group, const VocabLoss& loss) {
+at::Tensor block_loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
+                                       const at::Tensor& lora_a_out, const at::Tensor& lora_b,
+                                       const at::Tensor& labels, at::IntArrayRef blocks,
+                                       int64_t num_blocks, const Group& group,
+                                       const VocabLoss& loss) {
   return std::get<0>(block_linear_cross_entropy_forward(
       input, head_weight, lora_a_out, lora_b, labels, blocks, num_blocks, {}, group, loss));
 }
@@ -204,14 +208,14 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kBlockLoss,
                                 ": second derivatives are not implemented; call backward without "
                                 "create_graph=True");
     variable_list grads(10);
     if (!grad_outputs[0].defined()) return grads;
     auto& data = ctx->saved_data;
     const auto ahead = data.find("gradients");
-    TORCH_CHECK_NOT_IMPLEMENTED(ahead != data.end(), kOp,
+    TORCH_CHECK_NOT_IMPLEMENTED(ahead != data.end(), kBlockLoss,
                                 ": a second backward of one loss is not implemented; compute the "
                                 "loss again");
     auto gradients = ahead->second.toTensorVector();
@@ -226,11 +230,11 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
   }
 };
 
-at::Tensor loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
-                         const at::Tensor& lora_a_out, const at::Tensor& lora_b,
-                         const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
-                         const Group& group, const VocabLoss& loss) {
-  refuse_gradient_of_weight(kOp, loss);
+at::Tensor block_loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
+                               const at::Tensor& lora_a_out, const at::Tensor& lora_b,
+                               const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
+                               const Group& group, const VocabLoss& loss) {
+  refuse_gradient_of_weight(kBlockLoss, loss);
   const auto needs = [grad = at::GradMode::is_enabled()](const at::Tensor& each) {
     return grad && each.requires_grad();
   };
@@ -243,13 +247,13 @@ at::Tensor loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<block_linear_cross_entropy>(library)
-      .kernel<loss_without_gradient>()
-      .meta<loss_without_gradient>()
-      .on<loss_autograd>(c10::DispatchKey::Autograd)
+      .kernel<block_loss_without_gradient>()
+      .meta<block_loss_without_gradient>()
+      .on<block_loss_autograd>(c10::DispatchKey::Autograd)
       .autocast<0, 1, 2, 3>();
   implement<block_linear_cross_entropy_forward>(library)
-      .kernel<forward_kernel>()
-      .meta<forward_meta>();
+      .kernel<block_loss_forward>()
+      .meta<block_loss_forward_meta>();
 }
 
 }  // namespace parallel_ext

@@ -14,33 +14,35 @@
 namespace parallel_ext {
 namespace {
 
-constexpr const char* kOp = "vocab_cross_entropy";
+constexpr const char* kLogitsLoss = "vocab_cross_entropy";
 using MaybeTensor = std::optional<at::Tensor>;
 
-Tensors<5> forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
-                          std::array<bool, 3> wanted, const Group& group, const VocabLoss& loss) {
-  check_floating(kOp, "logits", logits);
-  check_dim(kOp, "logits", logits, 2);
-  check_vocab_loss(kOp, loss, "logits", logits.size(1), logits.size(0), labels, wanted[2]);
+Tensors<5> logits_loss_forward(const at::Tensor& logits, const at::Tensor& labels,
+                               std::array<bool, 3> wanted, const Group& group,
+                               const VocabLoss& loss) {
+  check_floating(kLogitsLoss, "logits", logits);
+  check_dim(kLogitsLoss, "logits", logits, 2);
+  check_vocab_loss(kLogitsLoss, loss, "logits", logits.size(1), logits.size(0), labels, wanted[2]);
   const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const at::Tensor partial_stats =
       vocab_shard_stats(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
-  const at::Tensor all_stats = gather_stats(kOp, loss, partial_stats, group);
+  const at::Tensor all_stats = gather_stats(kLogitsLoss, loss, partial_stats, group);
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
       outputs_of(loss, tokens_of(loss, labels), all_stats, rows, {wanted[0], wanted[1], wanted[2]});
   return {total, log_sum_exp, entropy, argmax, normalizer};
 }
 
-Tensors<5> forward_meta(const at::Tensor& logits, const at::Tensor& labels,
-                        std::array<bool, 3> wanted, const Group&, const VocabLoss& loss) {
+Tensors<5> logits_loss_forward_meta(const at::Tensor& logits, const at::Tensor& labels,
+                                    std::array<bool, 3> wanted, const Group&,
+                                    const VocabLoss& loss) {
   return loss_outputs_meta(logits, labels, wanted, loss);
 }
 
 // The op where nothing has a gradient.
 template <auto forward>
-Tensors<4> loss_without_gradient(const at::Tensor& logits, const at::Tensor& labels,
-                                 std::array<bool, 3> wanted, bool, const Group& group,
-                                 const VocabLoss& loss) {
+Tensors<4> logits_loss_without_gradient(const at::Tensor& logits, const at::Tensor& labels,
+                                        std::array<bool, 3> wanted, bool, const Group& group,
+                                        const VocabLoss& loss) {
   return from_list<Tensors<4>>(as_list(forward(logits, labels, wanted, group, loss)));
 }
 
@@ -57,21 +59,21 @@ at::Tensor empty_gradient(const at::Tensor& logits) {
 void fill_gradient(const VocabLoss& loss, const LossGradients& grads, const at::Tensor& logits,
                    const at::Tensor& labels, const at::Tensor& normalizer,
                    at::Tensor& grad_logits) {
-  check_normalizer(kOp, normalizer, logits.size(0), grads.entropy.has_value());
+  check_normalizer(kLogitsLoss, normalizer, logits.size(0), grads.entropy.has_value());
   vocab_shard_gradient(loss.shard(logits, labels, loss.vocab_start), normalizer,
                        factors_of(loss, grads, tokens_of(loss, labels), normalizer), grad_logits);
 }
 
 void check_backward(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels) {
-  check_floating(kOp, "logits", logits);
-  check_dim(kOp, "logits", logits, 2);
-  check_vocab_loss_shapes(kOp, loss, "logits", logits.size(1), logits.size(0), labels);
+  check_floating(kLogitsLoss, "logits", logits);
+  check_dim(kLogitsLoss, "logits", logits, 2);
+  check_vocab_loss_shapes(kLogitsLoss, loss, "logits", logits.size(1), logits.size(0), labels);
 }
 
-at::Tensor backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                           const MaybeTensor& grad_entropy, const at::Tensor& logits,
-                           const at::Tensor& labels, const at::Tensor& normalizer,
-                           const VocabLoss& loss) {
+at::Tensor logits_loss_backward(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+                                const MaybeTensor& grad_entropy, const at::Tensor& logits,
+                                const at::Tensor& labels, const at::Tensor& normalizer,
+                                const VocabLoss& loss) {
   check_backward(loss, logits, labels);
   at::Tensor grad_logits = empty_gradient(logits);
   const bool as_they_are = has_adjacent_columns(logits);
@@ -81,18 +83,19 @@ at::Tensor backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad
   return grad_logits;
 }
 
-at::Tensor backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                         const at::Tensor& logits) {
+at::Tensor logits_loss_backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                                     const at::Tensor& logits) {
   return at::empty_strided_symint(logits.sym_sizes(), {row_stride_of_gradient(logits), 1},
                                   logits.options());
 }
 
-void backward_over_logits_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                                 const MaybeTensor& grad_entropy, at::Tensor& logits,
-                                 const at::Tensor& labels, const at::Tensor& normalizer,
-                                 const VocabLoss& loss) {
+void logits_loss_backward_over_logits(const MaybeTensor& grad_loss,
+                                      const MaybeTensor& grad_log_sum_exp,
+                                      const MaybeTensor& grad_entropy, at::Tensor& logits,
+                                      const at::Tensor& labels, const at::Tensor& normalizer,
+                                      const VocabLoss& loss) {
   check_backward(loss, logits, labels);
-  TORCH_CHECK_VALUE(has_adjacent_columns(logits), kOp, ": columns of logits with strides ",
+  TORCH_CHECK_VALUE(has_adjacent_columns(logits), kLogitsLoss, ": columns of logits with strides ",
                     logits.strides(), " are not one apart");
   fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy}, logits, labels, normalizer,
                 logits);
@@ -118,7 +121,7 @@ class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     variable_list grads(6);
     auto& data = ctx->saved_data;
-    TORCH_CHECK_VALUE(!data["consumed"].isBool(), kOp,
+    TORCH_CHECK_VALUE(!data["consumed"].isBool(), kLogitsLoss,
                       ": a backward has written the gradient over these logits, as "
                       "consume_logits=True allows, so it cannot run again");
     const auto saved = ctx->get_saved_variables();
@@ -139,15 +142,16 @@ class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
   }
 };
 
-Tensors<4> loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
-                         std::array<bool, 3> wanted, bool consume_logits, const Group& group,
-                         const VocabLoss& loss) {
-  refuse_gradient_of_weight(kOp, loss);
+Tensors<4> logits_loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
+                                std::array<bool, 3> wanted, bool consume_logits, const Group& group,
+                                const VocabLoss& loss) {
+  refuse_gradient_of_weight(kLogitsLoss, loss);
   if (consume_logits && logits.requires_grad() && at::GradMode::is_enabled()) {
-    TORCH_CHECK_VALUE(!logits.is_leaf() && !(logits.is_view() && logits._base().is_leaf()), kOp,
+    TORCH_CHECK_VALUE(!logits.is_leaf() && !(logits.is_view() && logits._base().is_leaf()),
+                      kLogitsLoss,
                       ": consume_logits=True would write a gradient over a leaf, which the user "
                       "keeps; pass logits that were computed");
-    TORCH_CHECK_VALUE(logits.dim() == 2 && has_adjacent_columns(logits), kOp,
+    TORCH_CHECK_VALUE(logits.dim() == 2 && has_adjacent_columns(logits), kLogitsLoss,
                       ": consume_logits=True needs columns one apart and rows that do not overlap, "
                       "got strides ",
                       logits.sym_strides());
@@ -160,13 +164,17 @@ Tensors<4> loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<vocab_cross_entropy>(library)
-      .kernel<loss_without_gradient<forward_kernel>>()
-      .meta<loss_without_gradient<forward_meta>>()
-      .on<loss_autograd>(c10::DispatchKey::Autograd);
-  implement<vocab_cross_entropy_forward>(library).kernel<forward_kernel>().meta<forward_meta>();
-  implement<vocab_cross_entropy_backward>(library).kernel<backward_kernel>().meta<backward_meta>();
+      .kernel<logits_loss_without_gradient<logits_loss_forward>>()
+      .meta<logits_loss_without_gradient<logits_loss_forward_meta>>()
+      .on<logits_loss_autograd>(c10::DispatchKey::Autograd);
+  implement<vocab_cross_entropy_forward>(library)
+      .kernel<logits_loss_forward>()
+      .meta<logits_loss_forward_meta>();
+  implement<vocab_cross_entropy_backward>(library)
+      .kernel<logits_loss_backward>()
+      .meta<logits_loss_backward_meta>();
   implement<vocab_cross_entropy_backward_>(library)
-      .kernel<backward_over_logits_kernel>()
+      .kernel<logits_loss_backward_over_logits>()
       .meta<backward_over_logits_meta>();
 }
 

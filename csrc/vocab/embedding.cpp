@@ -25,27 +25,26 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
   const int64_t* data = ids.const_data_ptr<int64_t>();
   const int64_t* bad = std::find_if(
       data, data + ids.numel(), [vocab_size](int64_t id) { return id < 0 || id >= vocab_size; });
-  TORCH_CHECK_INDEX(bad == data + ids.numel(), "vocab_embedding: id ", *bad, " at position ",
+  TORCH_CHECK_INDEX(bad == data + ids.numel(), kEmbedding, ": id ", *bad, " at position ",
                     bad - data, " is outside the vocabulary [0, ", vocab_size, ")");
 }
 
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t vocab_size,
                                int64_t vocab_start, const Group& group) {
   if (group.alone()) return {};
-  const char* op = "vocab_embedding";
-  const int64_t rank = rank_in_group(op, group);  // refuses a group that does not exist
+  const int64_t rank = rank_in_group(kEmbedding, group);  // refuses a group that does not exist
   std::vector<int64_t> bounds{0};
   if (sizes.empty()) {
     bounds = split(vocab_size, group.size, 1);
   } else {
     const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
-                     sum_of_counts(op, "sizes", sizes) == vocab_size;
-    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
-                      " ranks, of ", vocab_size, " in all");
+                     sum_of_counts(kEmbedding, "sizes", sizes) == vocab_size;
+    TORCH_CHECK_VALUE(fit, kEmbedding, ": sizes ", sizes, " are not the rows of each of ",
+                      group.size, " ranks, of ", vocab_size, " in all");
     for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
   }
-  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + num_rows, op,
-                    ": the ", num_rows, " rows from ", vocab_start,
+  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + num_rows,
+                    kEmbedding, ": the ", num_rows, " rows from ", vocab_start,
                     " on are not this rank's, of ranks whose boundaries are ",
                     at::IntArrayRef(bounds), "; pass the rows of each rank as sizes");
   return bounds;
@@ -53,15 +52,14 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t 
 
 void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
                      int64_t vocab_start, std::optional<int64_t> padding_idx) {
-  const char* op = "vocab_embedding";
-  check_int64(op, "ids", ids);
-  check_floating(op, "weight", weight);
-  check_dim(op, "weight", weight, 2);
-  TORCH_CHECK_VALUE(0 <= vocab_start && vocab_start <= vocab_size - weight.size(0), op, ": the ",
-                    weight.size(0), " rows from ", vocab_start,
+  check_int64(kEmbedding, "ids", ids);
+  check_floating(kEmbedding, "weight", weight);
+  check_dim(kEmbedding, "weight", weight, 2);
+  TORCH_CHECK_VALUE(0 <= vocab_start && vocab_start <= vocab_size - weight.size(0), kEmbedding,
+                    ": the ", weight.size(0), " rows from ", vocab_start,
                     " on are not inside the vocabulary [0, ", vocab_size,
                     "); pass this rank's rows and the true vocabulary size");
-  TORCH_CHECK_VALUE(!padding_idx || (0 <= *padding_idx && *padding_idx < vocab_size), op,
+  TORCH_CHECK_VALUE(!padding_idx || (0 <= *padding_idx && *padding_idx < vocab_size), kEmbedding,
                     ": padding_idx ", *padding_idx, " is outside the vocabulary [0, ", vocab_size,
                     ")");
 }

@@ -12,11 +12,13 @@
 
 namespace parallel_ext {
 
+inline constexpr const char* kEmbedding = "vocab_embedding";
+
 // Combines rows of which one rank has each and the other ranks have zeros: by a sum over the ranks
 // of the bits and not of the numbers, which keeps -0.0 and NaN.
 inline void or_rows(at::Tensor& rows, const Group& group) {
   at::Tensor bits = rows.view({-1}).view(rows.nbytes() % 4 == 0 ? at::kInt : at::kByte);
-  all_reduce_sum("vocab_embedding", bits, group);
+  all_reduce_sum(kEmbedding, bits, group);
 }
 
 // ids are contiguous, on the CPU.

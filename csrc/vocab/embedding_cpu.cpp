@@ -106,7 +106,7 @@ at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight
     }
   }
   const std::vector<std::vector<Span>> outgoing(group.size, own);
-  swap_bytes("vocab_embedding", outgoing, incoming, group);
+  swap_bytes(kEmbedding, outgoing, incoming, group);
   for_tokens([&](int64_t token) {
     const int64_t first = owners.first[token];
     if (first != token && !is_own(token)) {
@@ -121,8 +121,8 @@ namespace {
 // The gradient of a row is the sum over the tokens order[first[row]], ...,
 // order[first[row + 1] - 1] in this order, so that its bits do not depend on the number of threads.
 template <typename scalar_t>
-void sum_tokens(const std::vector<int64_t>& first, const std::vector<int64_t>& order,
-                const scalar_t* grad_output, int64_t hidden, scalar_t* grad_weight) {
+void sum_rows_of_ids(const std::vector<int64_t>& first, const std::vector<int64_t>& order,
+                     const scalar_t* grad_output, int64_t hidden, scalar_t* grad_weight) {
   const auto num_rows = static_cast<int64_t>(first.size()) - 1;
   const int64_t bytes = hidden * static_cast<int64_t>(sizeof(scalar_t));
   at::parallel_for(0, bytes == 0 ? 0 : num_rows, kRowsPerTask, [&](int64_t row, int64_t end) {
@@ -167,8 +167,8 @@ at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const a
   at::Tensor grad_weight = pooled_empty({num_rows, grad_output.size(-1)}, grad_output.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, grad_output.scalar_type(), "vocab_embedding_backward", [&] {
-        sum_tokens(first, order, grad_output.const_data_ptr<scalar_t>(), grad_output.size(-1),
-                   grad_weight.mutable_data_ptr<scalar_t>());
+        sum_rows_of_ids(first, order, grad_output.const_data_ptr<scalar_t>(), grad_output.size(-1),
+                        grad_weight.mutable_data_ptr<scalar_t>());
       });
   return grad_weight;
 }
@@ -205,7 +205,7 @@ at::Tensor rows_of_own_tokens(const at::Tensor& ids, const at::Tensor& weight, i
       add_span(incoming[peer], out + token * bytes, bytes);
     }
   }
-  swap_bytes("vocab_embedding", outgoing, incoming, group);
+  swap_bytes(kEmbedding, outgoing, incoming, group);
   if (bytes == 0) return output;
   for (const int64_t token : owners.tokens[rank]) {
     std::memcpy(out + token * bytes, row_of(own[token]), bytes);
@@ -258,7 +258,7 @@ at::Tensor gradient_of_own_tokens(const at::Tensor& grad_output, const at::Tenso
       }
     });
   }
-  swap_bytes("vocab_embedding", outgoing, incoming, group);
+  swap_bytes(kEmbedding, outgoing, incoming, group);
   const at::Tensor of_found = at::from_blob(ids_found.data(), {num_found}, ids.options());
   return vocab_embedding_backward_loops(gradients, of_found, num_rows, vocab_start, padding_idx);
 }

@@ -17,12 +17,10 @@
 namespace parallel_ext {
 namespace {
 
-constexpr const char* kOp = "vocab_embedding";
-
 TokensOfRanks tokens_of_ranks(const at::Tensor& ids, at::IntArrayRef tokens, int64_t rank,
                               const Group& group) {
-  const int64_t total = check_sizes(kOp, tokens, rank, group.size);
-  TORCH_CHECK_VALUE(ids.dim() >= 1 && ids.size(-1) == total, kOp, ": tokens ", tokens,
+  const int64_t total = check_sizes(kEmbedding, tokens, rank, group.size);
+  TORCH_CHECK_VALUE(ids.dim() >= 1 && ids.size(-1) == total, kEmbedding, ": tokens ", tokens,
                     " are not those of each rank in ids of shape ", ids.sizes());
   TokensOfRanks of_ranks{total == 0 ? 0 : ids.numel() / total, {0}, rank};
   for (const int64_t size : tokens) of_ranks.starts.push_back(of_ranks.starts.back() + size);
@@ -59,7 +57,7 @@ at::Tensor of_tokens_cpu(const at::Tensor& ids_in, const at::Tensor& weight, int
 at::Tensor of_tokens_meta(const at::Tensor& ids, const at::Tensor& weight, int64_t, int64_t,
                           std::optional<int64_t>, at::IntArrayRef, at::IntArrayRef tokens,
                           int64_t rank, const Group& group) {
-  check_sizes(kOp, tokens, rank, group.size);
+  check_sizes(kEmbedding, tokens, rank, group.size);
   auto shape = shape_with(ids, -1, tokens[rank]);
   shape.push_back(weight.sym_size(1));
   return at::empty_symint(shape, weight.options());
@@ -82,15 +80,15 @@ at::Tensor of_tokens_backward_cpu(const at::Tensor& grad_output, const at::Tenso
                                    vocab_start, padding_idx, sizes, tokens, rank, group);
   }
   const at::Tensor ids = ids_in.contiguous();
-  check_int64(kOp, "ids", ids);
+  check_int64(kEmbedding, "ids", ids);
   check_ids(ids, vocab_size);
   const TokensOfRanks of_ranks = tokens_of_ranks(ids, tokens, rank, group);
   auto shape = ids.sizes().vec();
   shape.back() = tokens[rank];
   TORCH_CHECK_VALUE(
-      grad_output.dim() == ids.dim() + 1 && grad_output.sizes().slice(0, ids.dim()) == shape, kOp,
-      ": grad_output of shape ", grad_output.sizes(), " is not one row for each of this rank's ",
-      tokens[rank], " tokens of ids ", ids.sizes());
+      grad_output.dim() == ids.dim() + 1 && grad_output.sizes().slice(0, ids.dim()) == shape,
+      kEmbedding, ": grad_output of shape ", grad_output.sizes(),
+      " is not one row for each of this rank's ", tokens[rank], " tokens of ids ", ids.sizes());
   const int64_t num_rows = num_rows_in.expect_int();
   const auto bounds = bounds_of(sizes, num_rows, vocab_size, vocab_start, group);
   return gradient_of_own_tokens(grad_output.contiguous(), ids, num_rows, vocab_start, padding_idx,

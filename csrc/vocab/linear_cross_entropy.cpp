@@ -14,7 +14,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "base/kernel_choice.h"
 #include "base/product.h"
@@ -26,8 +25,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr const char* kOp = "linear_vocab_cross_entropy";
-constexpr double kLowest = -std::numeric_limits<double>::infinity();
 using MaybeTensor = std::optional<at::Tensor>;
 
 // The ids of a tile that need not hold all of the rank's: on the CPU, so many that its logits stay
@@ -94,7 +91,7 @@ class ExpectedRows {
   explicit ExpectedRows(const Operands& operands)
       : sum_(at::empty({operands.input.size(0), operands.input.size(1)},
                        operands.input.options().dtype(wide_type(operands.input)))),
-        max_(at::full({operands.input.size(0)}, kLowest, sum_.options())) {}
+        max_(at::full({operands.input.size(0)}, -kInfinity, sum_.options())) {}
 
   // Adds a tile, whose partial statistics are known, and overwrites its logits. The tiles of some
   // tokens begin with that of the ids from 0 on.
@@ -118,11 +115,11 @@ class ExpectedRows {
   // The sums of p * row, with the probabilities p over the whole vocabulary.
   at::Tensor normalized(const at::Tensor& normalizer) {
     const at::Tensor log_factor = (base_of(max_) - normalizer[0]).sub_(normalizer[1]);
-    return sum_.mul_(log_factor.exp_().masked_fill_(max_ == kLowest, 0).unsqueeze(1));
+    return sum_.mul_(log_factor.exp_().masked_fill_(max_ == -kInfinity, 0).unsqueeze(1));
   }
 
  private:
-  static at::Tensor base_of(const at::Tensor& max) { return max.masked_fill(max == kLowest, 0); }
+  static at::Tensor base_of(const at::Tensor& max) { return max.masked_fill(max == -kInfinity, 0); }
 
   at::Tensor sum_, max_;
 };
@@ -214,20 +211,20 @@ at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
   return all_stats.size() == 1 ? all_stats[0] : at::cat(all_stats, 2);
 }
 
-Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
-                          const MaybeTensor& head_bias, const at::Tensor& labels,
-                          std::array<bool, 3> wanted, std::array<bool, 3> needed,
-                          const Group& group, const VocabLoss& loss) {
-  check_dim(kOp, "input", input, 2);
-  check_linear(kOp, input, head_weight, head_bias, "head_weight");
-  check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
-                   wanted[2]);
+Tensors<9> linear_loss_forward(const at::Tensor& input, const at::Tensor& head_weight,
+                               const MaybeTensor& head_bias, const at::Tensor& labels,
+                               std::array<bool, 3> wanted, std::array<bool, 3> needed,
+                               const Group& group, const VocabLoss& loss) {
+  check_dim(kLinearLoss, "input", input, 2);
+  check_linear(kLinearLoss, input, head_weight, head_bias, "head_weight");
+  check_vocab_loss(kLinearLoss, loss, "the rows of head_weight", head_weight.size(0), input.size(0),
+                   labels, wanted[2]);
   const Operands operands(input, head_weight, head_bias, labels);
   const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const Tokens tokens = tokens_of(loss, operands.labels);
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto exchange = [&](const at::Tensor& partial_stats) {
-    return gather_stats(kOp, loss, partial_stats, group);
+    return gather_stats(kLinearLoss, loss, partial_stats, group);
   };
   const bool all = ahead == Ahead::kGradients && !operands.tokens.empty();
   Gradients gradients(operands, type_ahead(input),
@@ -255,19 +252,19 @@ Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
 
 void check_backward(const VocabLoss& loss, const at::Tensor& head_weight, int64_t num_tokens,
                     const at::Tensor& labels, const at::Tensor& normalizer, bool with_entropy) {
-  check_vocab_loss_shapes(kOp, loss, "the rows of head_weight", head_weight.size(0), num_tokens,
-                          labels);
-  check_normalizer(kOp, normalizer, num_tokens, with_entropy);
+  check_vocab_loss_shapes(kLinearLoss, loss, "the rows of head_weight", head_weight.size(0),
+                          num_tokens, labels);
+  check_normalizer(kLinearLoss, normalizer, num_tokens, with_entropy);
 }
 
 // Where the forward has computed nothing ahead: the logits are computed again.
-Tensors<3> backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                           const MaybeTensor& grad_entropy, const at::Tensor& input,
-                           const at::Tensor& head_weight, const MaybeTensor& head_bias,
-                           const at::Tensor& labels, const at::Tensor& normalizer,
-                           std::array<bool, 3> needed, const VocabLoss& loss) {
-  check_dim(kOp, "input", input, 2);
-  check_linear(kOp, input, head_weight, head_bias, "head_weight");
+Tensors<3> linear_loss_backward(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+                                const MaybeTensor& grad_entropy, const at::Tensor& input,
+                                const at::Tensor& head_weight, const MaybeTensor& head_bias,
+                                const at::Tensor& labels, const at::Tensor& normalizer,
+                                std::array<bool, 3> needed, const VocabLoss& loss) {
+  check_dim(kLinearLoss, "input", input, 2);
+  check_linear(kLinearLoss, input, head_weight, head_bias, "head_weight");
   check_backward(loss, head_weight, input.size(0), labels, normalizer, grad_entropy.has_value());
   const Operands operands(input, head_weight, head_bias, labels);
   const at::Tensor factors = factors_of(loss, {grad_loss, grad_log_sum_exp, grad_entropy},
@@ -306,14 +303,15 @@ at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at
   return sum;
 }
 
-at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                                  const at::Tensor& expected_rows, const at::Tensor& head_weight,
-                                  const at::Tensor& labels, const at::Tensor& normalizer,
-                                  const VocabLoss& loss) {
-  TORCH_CHECK_VALUE(!loss.softcap, kOp, ": a softcap leaves no expected rows");
-  check_floating(kOp, "expected_rows", expected_rows);
-  check_dim(kOp, "head_weight", head_weight, 2);
-  check_shape(kOp, "expected_rows", expected_rows, {labels.numel(), head_weight.size(1)});
+at::Tensor linear_loss_frozen_backward(const MaybeTensor& grad_loss,
+                                       const MaybeTensor& grad_log_sum_exp,
+                                       const at::Tensor& expected_rows,
+                                       const at::Tensor& head_weight, const at::Tensor& labels,
+                                       const at::Tensor& normalizer, const VocabLoss& loss) {
+  TORCH_CHECK_VALUE(!loss.softcap, kLinearLoss, ": a softcap leaves no expected rows");
+  check_floating(kLinearLoss, "expected_rows", expected_rows);
+  check_dim(kLinearLoss, "head_weight", head_weight, 2);
+  check_shape(kLinearLoss, "expected_rows", expected_rows, {labels.numel(), head_weight.size(1)});
   check_backward(loss, head_weight, labels.numel(), labels, normalizer, false);
   const int64_t num_rows = head_weight.size(0);
   const auto wide = expected_rows.scalar_type();
@@ -342,9 +340,10 @@ at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTenso
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
-  implement<linear_vocab_cross_entropy_forward>(library).kernel<forward_kernel>();
-  implement<linear_vocab_cross_entropy_backward>(library).kernel<backward_kernel>();
-  implement<linear_vocab_cross_entropy_frozen_backward>(library).kernel<frozen_backward_kernel>();
+  implement<linear_vocab_cross_entropy_forward>(library).kernel<linear_loss_forward>();
+  implement<linear_vocab_cross_entropy_backward>(library).kernel<linear_loss_backward>();
+  implement<linear_vocab_cross_entropy_frozen_backward>(library)
+      .kernel<linear_loss_frozen_backward>();
 }
 
 }  // namespace parallel_ext

@@ -11,6 +11,8 @@
 
 namespace parallel_ext {
 
+inline constexpr const char* kLinearLoss = "linear_vocab_cross_entropy";
+
 enum class Ahead {
   kNothing,    // the backward computes the logits again
   kGradients,  // all gradients, but for the factor that arrives in backward: three GEMMs instead of

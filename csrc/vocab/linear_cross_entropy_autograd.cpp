@@ -14,12 +14,12 @@
 namespace parallel_ext {
 namespace {
 
-constexpr const char* kOp = "linear_vocab_cross_entropy";
 using MaybeTensor = std::optional<at::Tensor>;
 
-Tensors<9> forward_meta(const at::Tensor& input, const at::Tensor& head_weight, const MaybeTensor&,
-                        const at::Tensor& labels, std::array<bool, 3> wanted,
-                        std::array<bool, 3> needed, const Group&, const VocabLoss& loss) {
+Tensors<9> linear_loss_forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
+                                    const MaybeTensor&, const at::Tensor& labels,
+                                    std::array<bool, 3> wanted, std::array<bool, 3> needed,
+                                    const Group&, const VocabLoss& loss) {
   const auto options = input.options().dtype(wide_type(input));
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto gradient = [&](int64_t which, c10::SymIntArrayRef shape) {
@@ -33,16 +33,18 @@ Tensors<9> forward_meta(const at::Tensor& input, const at::Tensor& head_weight, 
                  gradient(2, head_weight.sym_sizes().slice(0, 1))));
 }
 
-Tensors<3> backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                         const at::Tensor& input, const at::Tensor& head_weight, const MaybeTensor&,
-                         const at::Tensor&, const at::Tensor&, std::array<bool, 3> needed) {
+Tensors<3> linear_loss_backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                                     const at::Tensor& input, const at::Tensor& head_weight,
+                                     const MaybeTensor&, const at::Tensor&, const at::Tensor&,
+                                     std::array<bool, 3> needed) {
   return {empty_if(needed[0], input.sym_sizes(), input.options()),
           empty_if(needed[1], head_weight.sym_sizes(), input.options()),
           empty_if(needed[2], head_weight.sym_sizes().slice(0, 1), input.options())};
 }
 
-at::Tensor frozen_backward_meta(const MaybeTensor&, const MaybeTensor&,
-                                const at::Tensor& expected_rows, const at::Tensor& head_weight) {
+at::Tensor linear_loss_frozen_backward_meta(const MaybeTensor&, const MaybeTensor&,
+                                            const at::Tensor& expected_rows,
+                                            const at::Tensor& head_weight) {
   return at::empty_symint(expected_rows.sym_sizes(), head_weight.options());
 }
 
@@ -55,24 +57,24 @@ struct Hidden {
 
   at::Tensor of_all(const at::Tensor& input) const {
     if (sizes.empty()) return input;
-    check_dim(kOp, "input", input, 3);
+    check_dim(kLinearLoss, "input", input, 3);
     return gather_tokens(input, sizes, rank, true, group).flatten(0, 1);
   }
 
   // The sum of the ranks' parts of the gradient, [T, H], in the shape of the input.
   at::Tensor summed(const at::Tensor& partial, const c10::SymInt& sequences) const {
     if (sizes.empty()) return reduce_from_region(partial, group);
-    const int64_t tokens = sum_of_counts(kOp, "sizes", sizes);
+    const int64_t tokens = sum_of_counts(kLinearLoss, "sizes", sizes);
     const auto whole = partial.view_symint({sequences, tokens, partial.sym_size(-1)});
     return sum_tokens(whole, sizes, rank, group);
   }
 };
 
 // The kernel where nothing has a gradient, and the Meta kernel.
-Tensors<4> loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
-                                 const MaybeTensor& head_bias, const at::Tensor& labels,
-                                 std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
-                                 const Group& group, const VocabLoss& loss) {
+Tensors<4> linear_loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
+                                        const MaybeTensor& head_bias, const at::Tensor& labels,
+                                        std::array<bool, 3> wanted, at::IntArrayRef sizes,
+                                        int64_t rank, const Group& group, const VocabLoss& loss) {
   const Hidden hidden{sizes.vec(), rank, group};
   return from_list<Tensors<4>>(as_list(
       linear_vocab_cross_entropy_forward(hidden.of_all(input), head_weight, head_bias, labels,
@@ -119,7 +121,7 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
     variable_list grads(10);
     const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
     if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kLinearLoss,
                                 ": second derivatives are not implemented; call backward without "
                                 "create_graph=True");
     const auto saved = ctx->get_saved_variables();
@@ -177,11 +179,11 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
   }
 };
 
-Tensors<4> loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
-                         const MaybeTensor& head_bias, const at::Tensor& labels,
-                         std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
-                         const Group& group, const VocabLoss& loss) {
-  refuse_gradient_of_weight(kOp, loss);
+Tensors<4> linear_loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
+                                const MaybeTensor& head_bias, const at::Tensor& labels,
+                                std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
+                                const Group& group, const VocabLoss& loss) {
+  refuse_gradient_of_weight(kLinearLoss, loss);
   const bool grad = at::GradMode::is_enabled();
   const std::array<bool, 3> needed{grad && input.requires_grad(),
                                    grad && head_weight.requires_grad(),
@@ -194,13 +196,14 @@ Tensors<4> loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<linear_vocab_cross_entropy>(library)
-      .kernel<loss_without_gradient>()
-      .meta<loss_without_gradient>()
-      .on<loss_autograd>(c10::DispatchKey::Autograd)
+      .kernel<linear_loss_without_gradient>()
+      .meta<linear_loss_without_gradient>()
+      .on<linear_loss_autograd>(c10::DispatchKey::Autograd)
       .autocast<0, 1, 2>();
-  implement<linear_vocab_cross_entropy_forward>(library).meta<forward_meta>();
-  implement<linear_vocab_cross_entropy_backward>(library).meta<backward_meta>();
-  implement<linear_vocab_cross_entropy_frozen_backward>(library).meta<frozen_backward_meta>();
+  implement<linear_vocab_cross_entropy_forward>(library).meta<linear_loss_forward_meta>();
+  implement<linear_vocab_cross_entropy_backward>(library).meta<linear_loss_backward_meta>();
+  implement<linear_vocab_cross_entropy_frozen_backward>(library)
+      .meta<linear_loss_frozen_backward_meta>();
 }
 
 }  // namespace parallel_ext

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "base/kernel_choice.h"
 #include "check.h"
@@ -13,8 +12,6 @@
 
 namespace parallel_ext {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_weight(const char* op, const at::Tensor& weight, int64_t vocab_size) {
   check_floating(op, "weight", weight);

@@ -6,15 +6,12 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "vocab/loss_paths.h"
 
 namespace parallel_ext {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // ATen splits long sums by the number of threads; on the CPU the bits must not depend on that.
 at::Tensor sum_in_order(const at::Tensor& values) {

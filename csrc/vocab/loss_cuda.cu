@@ -10,7 +10,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kSumThreads = 4 * kBlockThreads;  // of the one block that sums over all tokens
 
 // The weight of a token's label. An ignored label may be any number.

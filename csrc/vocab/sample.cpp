@@ -42,8 +42,7 @@ double mass_scale(int64_t vocab_size) {
 namespace {
 
 constexpr const char* kSample = "vocab_sample";
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kLastId = std::numeric_limits<int64_t>::max();
+constexpr int64_t kNoId = std::numeric_limits<int64_t>::max();
 
 // Lower temperatures are raised to it, which draws the same: different fp32 logits are at least
 // 2^-149 apart, and divided by 1e-200 even that is beyond all noise and exp(). The quotients stay
@@ -74,7 +73,7 @@ Tensors<2> best_of(const at::Tensor& candidates) {
   const at::Tensor scores = candidates.select(2, 0).view(at::kDouble);
   const at::Tensor best = scores.amax(0);
   const at::Tensor others = (scores == best).logical_or(scores.isnan()).logical_not();
-  return {best, candidates.select(2, 1).masked_fill(others, kLastId).amin(0)};
+  return {best, candidates.select(2, 1).masked_fill(others, kNoId).amin(0)};
 }
 
 // The largest logit [B] of all ranks, fp64; NaN where there is one.
@@ -180,7 +179,7 @@ at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int
   if (group.alone() && logits.size(1) > 0) return logits.argmax(1).add_(vocab_start);
   const auto wide = logits.options().dtype(at::kDouble);
   at::Tensor score = at::full({logits.size(0)}, -kInfinity, wide);
-  at::Tensor id = at::full_like(score, kLastId, wide.dtype(at::kLong));
+  at::Tensor id = at::full_like(score, kNoId, wide.dtype(at::kLong));
   if (logits.size(1) > 0) {
     const at::Tensor column = logits.argmax(1, /*keepdim=*/true);
     score = logits.gather(1, column).squeeze(1).to(at::kDouble);

@@ -15,8 +15,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // Inverts the bits of negative fp32 numbers, so that they too grow with the number, or undoes it.
 at::Tensor turned(const at::Tensor& bits) {
   return bits.bitwise_xor(bits.bitwise_right_shift(31).bitwise_and(0x7fffffff));
@@ -24,7 +22,7 @@ at::Tensor turned(const at::Tensor& bits) {
 
 constexpr int64_t kZero = int64_t{1} << 31;  // the order of the logit 0
 
-at::Tensor noise_of(const at::Tensor& high, const at::Tensor& low) {
+at::Tensor noise_by_aten(const at::Tensor& high, const at::Tensor& low) {
   const at::Tensor bits =
       high.bitwise_left_shift(kNoiseBits - 32).bitwise_or(low.bitwise_right_shift(64 - kNoiseBits));
   const at::Tensor u = (bits.to(at::kDouble) + 0.5) * std::ldexp(1.0, -kNoiseBits);
@@ -42,7 +40,7 @@ at::Tensor noise(const SampleShard& shard, int64_t seed, int64_t step) {
       zero + static_cast<int64_t>(static_cast<uint32_t>(step)), zero + static_cast<int64_t>(kDraw)};
   philox_aten(word, static_cast<uint32_t>(seed),
               static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32));
-  return at::stack({noise_of(word[0], word[1]), noise_of(word[2], word[3])}, 2)
+  return at::stack({noise_by_aten(word[0], word[1]), noise_by_aten(word[2], word[3])}, 2)
       .flatten(1)
       .narrow(1, shard.vocab_start - 2 * first, size);
 }

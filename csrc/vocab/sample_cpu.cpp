@@ -13,7 +13,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kIdsAtATime = 4096;
 
 struct Best {

@@ -10,7 +10,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kAtOnce = 4;  // numbers that a thread loads before it works on them
 
 __device__ __forceinline__ Candidate no_candidate() {

@@ -5,7 +5,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "check.h"
 #include "vocab/loss_paths.h"
@@ -14,7 +13,6 @@
 namespace parallel_ext {
 namespace {
 
-constexpr double kLowest = -std::numeric_limits<double>::infinity();
 constexpr int64_t kElementsAtATime = 1 << 22;
 
 int64_t tokens_at_a_time(int64_t size) { return std::max<int64_t>(1, kElementsAtATime / size); }
@@ -29,7 +27,7 @@ std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t
 
 // exponential * logarithm, where 0 * log 0 is 0.
 at::Tensor times_log(const at::Tensor& exponential, const at::Tensor& logarithm) {
-  return (exponential * logarithm).masked_fill_(logarithm == kLowest, 0);
+  return (exponential * logarithm).masked_fill_(logarithm == -kInfinity, 0);
 }
 
 void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor& logits,
@@ -46,7 +44,7 @@ void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor
     const at::Tensor id = z.argmax(1) + shard.vocab_start;
     view_as_ids(partial_stats.select(0, rows.id)).copy_(id);
   }
-  z = z - max.masked_fill(max == kLowest, 0).unsqueeze(1);
+  z = z - max.masked_fill(max == -kInfinity, 0).unsqueeze(1);
   if (rows.smooth >= 0) {
     const at::Tensor sum = (shard.weight.defined() ? z * shard.weight : z).sum(1);
     partial_stats.select(0, rows.smooth).copy_(sum);
@@ -96,7 +94,7 @@ at::Tensor vocab_shard_stats_aten(const VocabShard& shard, const StatsRows& rows
   const auto options = shard.logits.options().dtype(wide_type(shard.logits));
   at::Tensor partial_stats = at::zeros({rows.count, num_tokens}, options);
   if (size == 0) {
-    partial_stats.select(0, StatsRows::kMax).fill_(kLowest);
+    partial_stats.select(0, StatsRows::kMax).fill_(-kInfinity);
     if (rows.id < 0) return partial_stats;
     view_as_ids(partial_stats.select(0, rows.id)).fill_(kLastId);
     return partial_stats;

@@ -27,9 +27,6 @@ constexpr int64_t kLanes = 64;
 // A block is read several times, and stays in the first-level cache.
 constexpr int64_t kBlock = 2048;
 
-template <typename wide_t>
-constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
-
 // How a row's logits become z, and which statistics are wanted besides its maximum and its sum.
 template <typename wide_t>
 struct RowTask {

@@ -16,9 +16,6 @@ namespace {
 // For kernels of which so many fit without spills: with few threads memory waits for them.
 constexpr int kMoreBlocks = kLeastBlocks + 1;
 
-template <typename wide_t>
-constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
-
 // exp(x) for x < 88 in two instructions, to |x| 1e-7 relative: what is far below the maximum weighs
 // little in a sum. 0 below the smallest normal number, NaN for NaN.
 template <typename wide_t>

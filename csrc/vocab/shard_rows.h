@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "base/exp.h"
 
@@ -38,6 +39,9 @@ struct GradientRows {
 // Rows of the normalizer, wide: the maximum of z over the whole vocabulary, the log of the sum of
 // exp(z - maximum), and the entropy where it was asked for.
 inline constexpr int64_t kRowsWithoutEntropy = 2, kRowsWithEntropy = 3;
+
+template <typename wide_t>
+inline constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
 
 template <typename wide_t>
 PARALLEL_EXT_INLINE wide_t to_z(wide_t logit, wide_t scale, wide_t cap) {
