@@ -8,15 +8,21 @@
 #include <torch/library.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "vocab/loss.h"
 
 namespace {
 
+// Without the suffix of an op that users know by another's name, which calls it.
 std::string short_name(const c10::OperatorHandle& op) {
-  const std::string& name = op.schema().name();
-  return name.substr(name.rfind(':') + 1);
+  std::string name = op.schema().name();
+  name.erase(0, name.rfind(':') + 1);
+  for (const std::string_view suffix : {"_forward", "_of_tokens", "_on_device"}) {
+    if (name.ends_with(suffix)) name.erase(name.size() - suffix.size());
+  }
+  return name;
 }
 
 // Checks what every op needs: that its tensors are given, dense and on one device. It runs below

@@ -121,7 +121,7 @@ std::vector<int64_t> on_host(const at::Tensor& counts) {
 
 at::Tensor moe_linear_on_device_kernel(const at::Tensor& rows, const at::Tensor& weight,
                                        const at::Tensor& counts) {
-  check_on_device("moe_linear_on_device", rows, weight, counts);
+  check_on_device("moe_linear", rows, weight, counts);
   if (use_grouped_products(rows, weight)) {
     return grouped_rows(rows, weight, ends_of(counts, rows));
   }
@@ -133,7 +133,7 @@ Tensors<2> moe_linear_on_device_backward_kernel(const at::Tensor& grad_output,
                                                 const at::Tensor& counts,
                                                 std::array<bool, 2> needed,
                                                 double weight_grad_scale) {
-  const char* op = "moe_linear_on_device_backward";
+  const char* op = "moe_linear_backward";
   check_on_device(op, rows, weight, counts);
   check_same_dtype(op, "grad_output", grad_output, "rows", rows);
   check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});

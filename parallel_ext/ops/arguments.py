@@ -21,8 +21,10 @@ def check_group(op: str, group: Any) -> None:
 def check_whole(op: str, group: Group, vocab_size: int, vocab_range: Range) -> None:
     """Raise a ValueError if one rank alone is given a part of a vocabulary for all of it.
 
-    What several ranks hold, and what is no range at all, is for the op to say.
+    What several ranks hold is for the op to say. What is no pair is a TypeError.
     """
+    if not isinstance(vocab_range, (tuple, list)) or len(vocab_range) != 2:
+        raise TypeError(f"{op}: vocab_range must be (start, stop), got {vocab_range!r}")
     start, stop = vocab_range
     if group.size == 1 and 0 <= start <= stop <= vocab_size and stop - start < vocab_size:
         raise ValueError(

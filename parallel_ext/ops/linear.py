@@ -219,6 +219,8 @@ def seeded_dropout(input: torch.Tensor, dropout: Dropout) -> torch.Tensor:
         >>> seeded_dropout(torch.ones(2), Dropout(p=0.0, key=1, step=1))
         tensor([1., 1.])
     """
-    p, *counter = dropout
     check_tensors("seeded_dropout", input=input)
+    if not isinstance(dropout, Dropout):
+        raise TypeError(f"seeded_dropout: dropout must be a Dropout, got {dropout!r}")
+    p, *counter = dropout
     return torch.ops.parallel_ext.seeded_dropout(input, p, counter)

@@ -504,6 +504,14 @@ REFUSALS = {
         lambda: INTERNAL.repeat_heads_backward(ONES(1, 6, device="meta"), 2, 0),
         "ValueError: repeat_heads_backward: times must be at least 1, got 0",
     ),
+    "no range": (
+        lambda: ops.linear_vocab_cross_entropy(ONES(4, 5), ONES(3, 5), INTS, 3, None),
+        "TypeError: linear_vocab_cross_entropy: vocab_range must be (start, stop), got None",
+    ),
+    "no dropout": (
+        lambda: ops.seeded_dropout(ONES(2), None),
+        "TypeError: seeded_dropout: dropout must be a Dropout, got None",
+    ),
     "an argmax of ids that int32 does not hold": (
         lambda: ops.vocab_cross_entropy_statistics(
             *(ONES(4, 5), INTS, 2**31, (0, 2**31)), argmax=True
@@ -534,7 +542,8 @@ def _others(value: torch.Tensor, is_first: bool, any_type: bool) -> dict[str, to
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_tensor_of_another_kind_is_refused_by_name(name):
     """Of another layout, type or device; another number of dimensions may also be taken."""
-    op, by = getattr(INTERNAL, name), f"^({name.removesuffix('_of_tokens')}|gather_tokens).*: "
+    known_as = re.sub("_of_tokens$|_on_device$", "", name)
+    op, by = getattr(INTERNAL, name), f"^({known_as}|gather_tokens): "
     for sample in opcheck_samples(ops.ALONE)[name]:
         sample = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample]
         tensors = [place for place, each in enumerate(sample) if isinstance(each, torch.Tensor)]
