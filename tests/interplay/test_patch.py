@@ -312,10 +312,10 @@ def _assert_equal(ranks: list[Any], plain: list[Any], rtol: float, atol: float) 
 
 
 @contextmanager
-def _patched(tp: int | None) -> Iterator[None]:
+def _patched(tp: int | None, **options: Any) -> Iterator[None]:
     """Inside, ``px.patch`` is in force where there is a ``tp``; without one nothing is."""
     if tp is not None:
-        px.patch(tp=tp)
+        px.patch(tp=tp, **options)
     try:
         yield
     finally:
@@ -621,13 +621,10 @@ def test_a_copy_may_be_one_ranks_own(tmp_path: Path, tp: int, loaded: bool) -> N
 
 
 def _other_weights_on_rank_0(source: str) -> None:
-    px.patch()
-    try:
+    with _patched(1):
         model = transformers.LlamaForCausalLM.from_pretrained(source)
         model.lm_head.weight.data.mul_(1 + dist.get_rank())
         torch.nn.parallel.DistributedDataParallel(model)
-    finally:
-        px.unpatch()
 
 
 def test_dp_ranks_with_other_weights_are_refused(tmp_path: Path) -> None:
@@ -688,8 +685,7 @@ class _Smoothed(transformers.LlamaForCausalLM):
 
 def _hold_parts() -> list[str]:
     """What is said to parts of a model that were taken before its optimizer was made."""
-    px.patch(tp=2)
-    try:
+    with _patched(2):
         torch.manual_seed(1)
         model = _Smoothed(Tiny().config()).double().train()
         embedding, head, ids = (
@@ -717,8 +713,6 @@ def _hold_parts() -> list[str]:
         logits = model(input_ids=ids).logits  # of which a loss can be computed
         assert logits.shape == (1, 2, 101)
         return found
-    finally:
-        px.unpatch()
 
 
 def test_parts_that_are_older_than_the_optimizer_are_refused() -> None:
@@ -742,8 +736,7 @@ def _refused_at_its_optimizer() -> list[str]:
     def optimizer(model: Any) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    px.patch(tp=1, plain=["LlamaForSequenceClassification"])
-    try:
+    with _patched(1, plain=["LlamaForSequenceClassification"]):
         expect(RuntimeError, optimizer, _made("classifier"))
         model = _made("class")
         model.lm_head.weight.data.add_(dist.get_rank())
@@ -766,8 +759,6 @@ def _refused_at_its_optimizer() -> list[str]:
         hooked.lm_head.register_forward_hook(lambda *_: None)
         expect(ValueError, optimizer, model)
         before = _made("class")
-    finally:
-        px.unpatch()
     optimizer(before)
     assert "parallel_ext_local_shards" not in dict(before.named_children())
     return found
@@ -870,8 +861,7 @@ class _SignSGD(torch.optim.Optimizer):
 
 
 def _step_of_own(directory: str) -> bool:
-    px.patch(tp=2)
-    try:
+    with _patched(2):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         optimizer = _SignSGD(model.parameters())
         before = model.lm_head.weight.detach().clone()
@@ -879,8 +869,6 @@ def _step_of_own(directory: str) -> bool:
         model.train()(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         return torch.equal(before, model.lm_head.weight)
-    finally:
-        px.unpatch()
 
 
 def test_an_optimizer_of_ones_own_steps_on_shards(tmp_path: Path) -> None:
@@ -889,14 +877,11 @@ def test_an_optimizer_of_ones_own_steps_on_shards(tmp_path: Path) -> None:
 
 
 def _generate_on_rank_0(directory: str) -> None:
-    px.patch(tp=2)
-    try:
+    with _patched(2):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
         if dist.get_rank() == 0:
             model.generate(input_ids=torch.tensor([[5, 6]]), max_new_tokens=1)
         dist.barrier()
-    finally:
-        px.unpatch()
 
 
 def test_ranks_at_other_places_are_told_at_once(tmp_path: Path) -> None:
@@ -937,17 +922,13 @@ def test_a_callback_saves_on_rank_0(tp: int, tmp_path: Path) -> None:
 
 
 def _saved_before_metrics(directory: str) -> list[int]:
-    px.patch(tp=2)
-    try:
-        with processes():
-            accelerator = accelerate.Accelerator(cpu=True)
-            model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-            model = accelerator.prepare_model(model, evaluation_mode=True)
-            if dist.get_rank() == 0:
-                model.save_pretrained(f"{directory}/saved")
-            return accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
-    finally:
-        px.unpatch()
+    with _patched(2), processes():
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        if dist.get_rank() == 0:
+            model.save_pretrained(f"{directory}/saved")
+        return accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
 
 
 def test_a_save_is_joined_where_others_gather_metrics(tmp_path: Path) -> None:
@@ -957,14 +938,11 @@ def test_a_save_is_joined_where_others_gather_metrics(tmp_path: Path) -> None:
 
 
 def _saves_a_copy(directory: str) -> None:
-    px.patch(tp=2)
-    try:
+    with _patched(2):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         if dist.get_rank() == 0:
             copy.deepcopy(model).save_pretrained(directory + "/out")
         dist.barrier()
-    finally:
-        px.unpatch()
 
 
 def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
@@ -1022,19 +1000,15 @@ def _trainer_of(function: Any, folder: Path) -> transformers.Trainer:
 @needs_trainer
 def test_a_trainer_that_makes_a_parallel_model_itself_is_refused(tmp_path: Path) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    px.patch()
-    try:
+    with _patched(1):
         with pytest.raises(NotImplementedError, match=r"Trainer: model_init= .* pass model="):
             _trainer_of(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), tmp_path)
         helper = _trainer_of(lambda: Tiny(dtype=torch.float32).model(), tmp_path).model
-    finally:
-        px.unpatch()
     assert "parallel_ext_local_shards" not in dict(helper.named_children())
 
 
 def _refused(directory: str) -> list[Any]:
-    px.patch(tp=2, plain=["GPT2LMHeadModel"])
-    try:
+    with _patched(2, plain=["GPT2LMHeadModel"]):
         results: list[Any] = []
         for call in (
             lambda: transformers.OPTForCausalLM.from_pretrained(directory),
@@ -1049,8 +1023,6 @@ def _refused(directory: str) -> list[Any]:
         helper = transformers.GPT2LMHeadModel.from_pretrained(directory + "/gpt2")
         results.append(helper.num_parameters())
         return results
-    finally:
-        px.unpatch()
 
 
 def test_what_is_not_served_is_named_at_its_first_use(tmp_path: Path) -> None:
@@ -1076,14 +1048,11 @@ def test_an_adapter_is_refused_with_the_name_of_its_base(tmp_path: Path) -> None
     plain = transformers.LlamaForCausalLM.from_pretrained(base)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     peft.get_peft_model(plain, config).save_pretrained(adapter)
-    px.patch()
-    try:
-        with pytest.raises(
-            NotImplementedError, match=f"{adapter} holds an adapter of {base}; load"
-        ):
-            transformers.AutoModelForCausalLM.from_pretrained(adapter)
-    finally:
-        px.unpatch()
+    with (
+        _patched(1),
+        pytest.raises(NotImplementedError, match=f"{adapter} holds an adapter of {base}; load"),
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(adapter)
 
 
 def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:
@@ -1107,13 +1076,10 @@ class _Own(transformers.LlamaForCausalLM):
 )
 def test_options_of_the_configuration_count(tmp_path: Path, cls: Any) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    px.patch()
-    try:
+    with _patched(1):
         model = cls.from_pretrained(
             tmp_path, attention_dropout=0.25, attn_implementation="eager", device_map=None
         )
-    finally:
-        px.unpatch()
     assert "parallel_ext_local_shards" in dict(model.named_children())
     assert model.model.layers[0].self_attn.attention_dropout == 0.25
     assert model.config._attn_implementation == "eager"
