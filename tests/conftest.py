@@ -1,9 +1,11 @@
+import gc
 import importlib.util
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,20 @@ def _same_random_numbers() -> None:
     import torch  # after the environment is set
 
     torch.manual_seed(0)
+
+
+def _parallel_models() -> list[Any]:
+    state = sys.modules.get("parallel_ext.parallel.state")
+    return [] if state is None else state.parallel_models()
+
+
+@pytest.fixture(autouse=True)
+def _models_end_with_their_test() -> Iterator[None]:
+    """A model refers to itself, and what initializes another one looks at all that are parallel."""
+    before = len(_parallel_models())
+    yield
+    if len(_parallel_models()) > before:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")
