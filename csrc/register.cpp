@@ -67,7 +67,8 @@ void refuse_second_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
     const at::Tensor& tensor = values[i].toTensor();
-    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+    const bool has_tangent = tensor._fw_grad(0).defined();
+    if ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent) {
       const std::string name = short_name(op);
       C10_THROW_ERROR(NotImplementedError, name.substr(0, name.find("_backward")) +
                                                ": second derivatives are not implemented; call "

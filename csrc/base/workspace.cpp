@@ -96,7 +96,7 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
   if (!options.device().is_cpu() || bytes < kSmallest) return at::empty(sizes, options);
   Block* block = take(bytes).release();
   at::DataPtr memory(block->memory.get(), block, give_back, c10::kCPU);
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), block->size, std::move(memory),
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory),
                              c10::GetAllocator(c10::kCPU), /*resizable=*/true);
   return at::empty({0}, options).set_(storage, 0, sizes);
 }

@@ -84,14 +84,36 @@ class Tile {
   at::Tensor room_;
 };
 
-// The expected row of each token: the sum over this rank's ids of exp(z - base) * row, and the
-// base.
+// Whether this rank holds the label of each token, [T], and the place of it, 0 where it does not.
+struct PlaceOfLabels {
+  at::Tensor is_foreign, place;
+
+  PlaceOfLabels(const at::Tensor& labels, int64_t vocab_start, int64_t num_ids)
+      : place(labels - vocab_start) {
+    is_foreign = (place < 0).logical_or(place >= num_ids);
+    place = place.masked_fill(is_foreign, 0);
+  }
+};
+
+// sum [T, H] += factor [T] * the row of each token's label, where this rank holds it.
+void add_rows_of_labels(at::Tensor sum, const at::Tensor& factor, const at::Tensor& head,
+                        const at::Tensor& labels, int64_t vocab_start) {
+  if (head.size(0) == 0) return;
+  const PlaceOfLabels of(labels, vocab_start, head.size(0));
+  const at::Tensor rows = head.index_select(0, of.place).to(sum.scalar_type());
+  sum.add_(rows.mul_(factor.unsqueeze(1)).masked_fill_(of.is_foreign.unsqueeze(1), 0));
+}
+
+// The expected row of each token less that of its label: the sum over this rank's ids of
+// (p - onehot) * row. The label has its own term, with p - 1 by expm1: of a token that is nearly
+// sure of it little is left, less than a product in bf16 is rounded by.
 class ExpectedRows {
  public:
   explicit ExpectedRows(const Operands& operands)
       : sum_(at::empty({operands.input.size(0), operands.input.size(1)},
                        operands.input.options().dtype(wide_type(operands.input)))),
-        max_(at::full({operands.input.size(0)}, -kInfinity, sum_.options())) {}
+        max_(at::full({operands.input.size(0)}, -kInfinity, sum_.options())),
+        target_(at::zeros_like(max_)) {}
 
   // Adds a tile, whose partial statistics are known, and overwrites its logits. The tiles of some
   // tokens begin with that of the ids from 0 on.
@@ -106,22 +128,37 @@ class ExpectedRows {
     at::Tensor factors = at::zeros({GradientRows::kCount, tokens.size}, max.options());
     factors[GradientRows::kProbability].fill_(1);
     vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
+    own(target_).add_(partial_stats[StatsRows::kTarget]);
+    if (ids.size > 0) {
+      const PlaceOfLabels of(shard.labels, shard.vocab_start, ids.size);
+      const at::Tensor place = of.place.unsqueeze(1), keep = of.is_foreign.unsqueeze(1);
+      logits.scatter_(1, place, logits.gather(1, place).masked_fill_(keep.logical_not(), 0));
+    }
     const bool first = ids.start == 0;
     if (!first) sum.mul_((max - base).exp_().unsqueeze(1));
     add_product(sum, logits, operands.head.narrow(0, ids.start, ids.size), first);
     max.copy_(raised);
   }
 
-  // The sums of p * row, with the probabilities p over the whole vocabulary.
-  at::Tensor normalized(const at::Tensor& normalizer) {
+  // The sums, with the probabilities p over the whole vocabulary.
+  at::Tensor normalized(const VocabLoss& loss, const Operands& operands,
+                        const at::Tensor& normalizer) {
     const at::Tensor log_factor = (base_of(max_) - normalizer[0]).sub_(normalizer[1]);
-    return sum_.mul_(log_factor.exp_().masked_fill_(max_ == -kInfinity, 0).unsqueeze(1));
+    sum_.mul_(log_factor.exp_().masked_fill_(max_ == -kInfinity, 0).unsqueeze(1));
+    const at::Tensor factor =
+        (target_ - normalizer[0]).sub_(normalizer[1]).expm1_().mul_(loss.logit_scale);
+    for (const Range part : operands.tokens) {
+      add_rows_of_labels(sum_.narrow(0, part.start, part.size),
+                         factor.narrow(0, part.start, part.size), operands.head,
+                         operands.labels_of(part), loss.vocab_start);
+    }
+    return sum_;
   }
 
  private:
   static at::Tensor base_of(const at::Tensor& max) { return max.masked_fill(max == -kInfinity, 0); }
 
-  at::Tensor sum_, max_;
+  at::Tensor sum_, max_, target_;
 };
 
 // The gradients of input, head and bias; undefined where they are not needed.
@@ -244,7 +281,7 @@ Tensors<9> linear_loss_forward(const at::Tensor& input, const at::Tensor& head_w
           entropy,
           argmax,
           normalizer,
-          given(expected ? expected->normalized(normalizer) : at::Tensor()),
+          given(expected ? expected->normalized(loss, operands, normalizer) : at::Tensor()),
           given(gradients.input),
           given(gradients.head),
           given(gradients.bias)};
@@ -313,7 +350,6 @@ at::Tensor linear_loss_frozen_backward(const MaybeTensor& grad_loss,
   check_dim(kLinearLoss, "head_weight", head_weight, 2);
   check_shape(kLinearLoss, "expected_rows", expected_rows, {labels.numel(), head_weight.size(1)});
   check_backward(loss, head_weight, labels.numel(), labels, normalizer, false);
-  const int64_t num_rows = head_weight.size(0);
   const auto wide = expected_rows.scalar_type();
   const at::Tensor factors =
       factors_of(loss, {grad_loss, grad_log_sum_exp, {}}, tokens_of(loss, labels), normalizer);
@@ -326,13 +362,10 @@ at::Tensor linear_loss_frozen_backward(const MaybeTensor& grad_loss,
   const auto factor = [&factors](int64_t row) { return factors[row].unsqueeze(1); };
   at::Tensor grad = expected_rows * factor(GradientRows::kProbability);
   if (column_row.defined()) grad.sub_(factor(GradientRows::kColumn) * column_row);
-  if (num_rows > 0) {
-    const at::Tensor row = labels - loss.vocab_start;
-    const at::Tensor foreign = (row < 0).logical_or(row >= num_rows);
-    const at::Tensor of_labels = head_weight.index_select(0, row.masked_fill(foreign, 0)).to(wide);
-    grad.sub_((of_labels * (factor(GradientRows::kLabel) * loss.logit_scale))
-                  .masked_fill_(foreign.unsqueeze(1), 0));
-  }
+  add_rows_of_labels(
+      grad,
+      (factors[GradientRows::kProbability] - factors[GradientRows::kLabel]).mul_(loss.logit_scale),
+      head_weight, labels, loss.vocab_start);
   grad.masked_fill_((factors == 0).all(0).unsqueeze(1), 0);
   return grad.to(head_weight.scalar_type());
 }

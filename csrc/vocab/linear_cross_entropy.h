@@ -49,8 +49,8 @@ inline at::ScalarType type_ahead(const at::Tensor& input) {
 void multiply_on_cuda(const at::Tensor& numbers, const at::Tensor& factor);
 
 // The gradient of the hidden states in front of a frozen head, [T, H], from the expected row of
-// each token, wide, and the factors [GradientRows::kCount, T]. column_row [H], wide, is what
-// kColumn multiplies; undefined without label smoothing.
+// each token less that of its label, wide, and the factors [GradientRows::kCount, T]. column_row
+// [H], wide, is what kColumn multiplies; undefined without label smoothing.
 at::Tensor frozen_gradient_on_cuda(const VocabLoss& loss, const at::Tensor& expected_rows,
                                    const at::Tensor& head, const at::Tensor& labels,
                                    const at::Tensor& factors, const at::Tensor& column_row);

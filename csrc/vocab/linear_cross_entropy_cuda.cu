@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       const int64_t row = head.labels[token] - head.vocab_start;
       if (0 <= row && row < head.num_rows) {
         for_loaded<size>(head.head + row * head.hidden_size + column, [&](int j, wide_t number) {
-          value[j] -= number * (of_label * head.scale);
+          value[j] += number * ((probability - of_label) * head.scale);
         });
       }
     }

@@ -20,7 +20,7 @@ void scale_on_cuda(scalar_t* numbers, int64_t count, const wide_of<scalar_t>* fa
 // to contiguous memory of the device.
 template <typename scalar_t>
 struct FrozenHeadOnCuda {
-  const wide_of<scalar_t>* expected_rows;  // [num_tokens, hidden_size]
+  const wide_of<scalar_t>* expected_rows;  // [num_tokens, hidden_size], less the labels' rows
   const scalar_t* head;                    // [num_rows, hidden_size], of this rank
   const int64_t* labels;                   // [num_tokens]
   const wide_of<scalar_t>* factors;        // [GradientRows::kCount, num_tokens]

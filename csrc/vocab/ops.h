@@ -96,8 +96,8 @@ PARALLEL_EXT_OP(linear_vocab_cross_entropy,
 
 // -> the four tensors; the normalizer of vocab_cross_entropy_forward; and what is computed ahead
 // (vocab/linear_cross_entropy.h) in fp32 or fp64, [0] where nothing is: the expected row of each
-// token, sum of p * row over this rank's ids; the gradients of input (partial), head_weight and
-// head_bias that are `needed`.
+// token less that of its label, sum of (p - onehot) * row over this rank's ids; the gradients of
+// input (partial), head_weight and head_bias that are `needed`.
 PARALLEL_EXT_OP(linear_vocab_cross_entropy_forward,
                 Tensors<9>(const at::Tensor& input, const at::Tensor& head_weight,
                            const std::optional<at::Tensor>& head_bias, const at::Tensor& labels,

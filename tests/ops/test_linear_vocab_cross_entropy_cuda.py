@@ -85,7 +85,8 @@ def _gradients(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, bool
             for token in range(tokens):
                 row = labels[token].item() - 10
                 if 0 <= row < rows:
-                    expected[token] -= 0.7 * factors[2, token].double() * head[row].double()
+                    factor = factors[0, token].double() - factors[2, token].double()
+                    expected[token] += 0.7 * factor * head[row].double()
             expected[1::3] = 0
             name = f"{tokens} x {hidden}, {rows} rows from {offset} on, smoothed {smoothed}"
             yield name, _is_near(grad, expected)
