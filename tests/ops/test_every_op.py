@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 from reference_ops import counted_both_ways, on_ranks, own_range
+from torch.autograd import forward_ad
 
-from parallel_ext.ops import ALONE, ExchangePlan, Group, moe_dispatch, moe_route_plan
+from parallel_ext.ops import (
+    ALONE,
+    ExchangePlan,
+    Group,
+    column_linear,
+    moe_dispatch,
+    moe_route_plan,
+)
 from parallel_ext.sharding.layout import split
 
 NAMESPACE = "parallel_ext::"
@@ -612,6 +620,16 @@ def test_a_second_derivative_is_refused_by_name(name):
                 torch.autograd.grad(outputs, leaves, create_graph=True)
             refused += 1
     assert refused
+
+
+def test_a_derivative_in_forward_mode_is_refused_by_name():
+    input = torch.ones(3, 4, requires_grad=True)
+    output, ones = column_linear(input, torch.ones(7, 4)), torch.ones(3, 7)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="^column_linear: second derivatives"),
+    ):
+        torch.autograd.grad(output, input, forward_ad.make_dual(ones, ones))
 
 
 def _doubled(name: str, sample: tuple, number: int, in_place: bool) -> list[torch.Tensor | None]:

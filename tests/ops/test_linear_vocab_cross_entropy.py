@@ -161,13 +161,19 @@ def _errors_of_dtype(
     reduction: str,
     num_tokens: int,
     hidden: int = 16,
+    sure: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """Of ours and of plain torch in the same dtype, both against fp64."""
+    """Of ours and of plain torch in the same dtype, both against fp64.
+
+    The hidden states are random, or ``sure`` times the direction of their label's row.
+    """
     vocab_size = 1025
     labels = torch.randint(0, vocab_size, (num_tokens,))
-    labels[::5] = IGNORED
     operands = _operands(num_tokens, hidden, vocab_size, dtype, bias=False)
-    options = {"reduction": reduction, "label_smoothing": 0.1}
+    if sure:
+        operands[0].copy_(sure * functional.normalize(operands[1][labels].double()))
+    labels[::5] = IGNORED
+    options = {"reduction": reduction, "label_smoothing": 0.0 if sure else 0.1}
     ours = linear_errors(group, operands, labels, options, trained)
     whole = [each.double().requires_grad_() for each in operands[:2]]
     same = [each.detach().clone().requires_grad_() for each in operands[:2]]
@@ -197,6 +203,15 @@ def test_error_of_each_dtype_is_at_most_twice_that_of_one_process(
     for errors in on_ranks(2, _errors_of_dtype, dtype, trained, reduction, num_tokens):
         for case, (ours, single) in errors.items():
             assert ours <= max(2 * single, floor), (case, ours, single)
+
+
+@pytest.mark.parametrize("sure", [3.0, 6.0])
+@pytest.mark.parametrize("trained", ["trained", "frozen"])
+def test_error_of_bf16_is_as_small_for_tokens_that_are_sure_of_their_label(trained, sure):
+    arguments = (torch.bfloat16, trained, "mean", 1100, 64, sure)
+    for errors in on_ranks(2, _errors_of_dtype, *arguments):
+        for case, (ours, single) in errors.items():
+            assert ours <= max(2 * single, 2e-4), (case, ours, single)
 
 
 @pytest.mark.parametrize(  # the head's gradient in bf16, and in fp32

@@ -136,3 +136,9 @@ def test_compiled_it_equals_eager(aten):
             loss = function(factor)
             results.append((loss, *torch.autograd.grad(loss, factor)))
     assert all(map(torch.equal, *results))
+
+
+def test_a_second_derivative_is_refused_by_name():
+    logits, loss = _logits_and_loss()
+    with pytest.raises(NotImplementedError, match="^vocab_cross_entropy: second derivatives"):
+        torch.autograd.grad(loss, logits, create_graph=True)

@@ -57,6 +57,13 @@ def test_memory_is_free_again_after_python_has_held_its_storage():
     assert px.release_workspaces() == 16 * MIB
 
 
+def test_the_storage_of_a_tensor_has_its_size_though_its_block_is_larger():
+    px.release_workspaces()
+    _large(1.0, rows=4096)
+    tensor = _large(1.0, rows=3000)
+    assert tensor.untyped_storage().nbytes() == 3000 * 4096
+
+
 def test_release_gives_back_what_is_free_and_leaves_what_is_not():
     px.release_workspaces()
     held = _large(1.0)
