@@ -165,7 +165,7 @@ class HFDirectory:
             CheckpointError: one error for all tensors that are missing, of another shape (with
                 both shapes), not of floating point, or that the model does not have.
         """
-        problems = []
+        problems, surplus = [], False
         aliases = {a: target for a, target in layout.tied.items() if a in self.shapes}
         for name, tensor in layout.tensors.items():
             if name not in self.shapes and name not in layout.buffers:
@@ -177,6 +177,7 @@ class HFDirectory:
             where = f"{name} in {self.file_of[name].path.name}"
             if name not in layout.tensors and name not in aliases:
                 problems.append(f"{where} of shape {shape} does not belong to the model")
+                surplus = True
             elif shape != layout[name].shape:
                 problems.append(
                     f"{where} has the shape {shape}, but by the configuration it must be "
@@ -185,7 +186,10 @@ class HFDirectory:
             elif not (name in layout.buffers or self.dtypes[name].is_floating_point):
                 problems.append(f"{where} is of {self.dtypes[name]}, but must be floating-point")
         if problems:
-            _raise_all(self.path, problems, self._vocabulary_hint(layout, vocabulary))
+            hint = self._vocabulary_hint(layout, vocabulary)
+            if not hint and surplus:
+                hint = "To leave tensors out, load by transformers and call px.parallelize"
+            _raise_all(self.path, problems, hint)
         _raise_all(
             self.path,
             [

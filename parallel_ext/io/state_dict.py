@@ -41,12 +41,16 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
             )
         values[name] = local_part(parameter.detach())
     values.update(persistent_buffers(model))
-    for kind, names in (
-        ("lacks", layout.tensors.keys() - values.keys()),
-        ("holds, unknown to its layout,", values.keys() - layout.tensors.keys()),
+    for kind, names, hint in (
+        (
+            "lacks",
+            layout.tensors.keys() - values.keys(),
+            ", taken out of it since; take modules such as layers out of a plain model, before "
+            "px.parallelize",
+        ),
+        ("holds, unknown to its layout,", values.keys() - layout.tensors.keys(), ""),
     ):
         if names:
-            hint = ""
             if names & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
                 hint = ", tied since to another parameter; tie weights before px.parallelize"
             raise _error(model, f"the model {kind} {first_few(sorted(names))}{hint}")

@@ -418,7 +418,8 @@ MODEL = {
         _tensors({NORM: None, "surplus": lambda _: torch.ones(3)}),
         (
             f"{NORM} of shape (72,) is missing",
-            f"surplus in {FILE} of shape (3,) does not belong to the model",
+            f"surplus in {FILE} of shape (3,) does not belong to the model. To leave tensors out, "
+            "load by transformers and call px.parallelize",
         ),
     ),
     "everything of another size": Case(

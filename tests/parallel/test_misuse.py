@@ -332,6 +332,17 @@ def test_full_tensors_in_the_place_of_shards_are_refused(how: str) -> None:
     pool(2).assert_raises(_with_full_tensors, how, error="ValueError", words=words)
 
 
+def _saved_with_fewer_layers(directory: str) -> None:
+    model = parallel(TINY.model(), mesh_of())
+    model.model.layers = model.model.layers[:1]
+    model.save_pretrained(directory)
+
+
+def test_a_save_names_layers_that_were_cut_and_says_when_to_cut_them(tmp_path: Path) -> None:
+    words = ("the model lacks model.layers.1.", "out of a plain model, before px.parallelize")
+    pool(2).assert_raises(_saved_with_fewer_layers, str(tmp_path), words=words)
+
+
 def _with_plain_layers(sequence_parallel: bool) -> None:
     model = parallel(TINY.model(), mesh_of(), sequence_parallel=sequence_parallel)
     for name in ("gate_proj", "up_proj", "down_proj"):
