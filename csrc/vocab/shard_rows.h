@@ -40,6 +40,7 @@ struct GradientRows {
 // exp(z - maximum), and the entropy where it was asked for.
 inline constexpr int64_t kRowsWithoutEntropy = 2, kRowsWithEntropy = 3;
 
+// The maximum of no logits.
 template <typename wide_t>
 inline constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
 
