@@ -208,9 +208,7 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kBlockLoss,
-                                ": second derivatives are not implemented; call backward without "
-                                "create_graph=True");
+    refuse_create_graph(kBlockLoss);
     variable_list grads(10);
     if (!grad_outputs[0].defined()) return grads;
     auto& data = ctx->saved_data;

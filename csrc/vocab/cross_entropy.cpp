@@ -127,9 +127,7 @@ class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
     const auto saved = ctx->get_saved_variables();
     const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
     if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kLogitsLoss,
-                                ": second derivatives are not implemented; call backward without "
-                                "create_graph=True");
+    refuse_create_graph(kLogitsLoss);
     const VocabLoss loss = kept_in_graph<LossCall>(ctx).loss_with(saved[2]);
     if (data["consume_logits"].toBool()) {
       at::Tensor logits = saved[0].detach();

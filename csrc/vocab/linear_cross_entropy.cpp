@@ -84,24 +84,13 @@ class Tile {
   at::Tensor room_;
 };
 
-// Whether this rank holds the label of each token, [T], and the place of it, 0 where it does not.
-struct PlaceOfLabels {
-  at::Tensor is_foreign, place;
-
-  PlaceOfLabels(const at::Tensor& labels, int64_t vocab_start, int64_t num_ids)
-      : place(labels - vocab_start) {
-    is_foreign = (place < 0).logical_or(place >= num_ids);
-    place = place.masked_fill(is_foreign, 0);
-  }
-};
-
 // sum [T, H] += factor [T] * the row of each token's label, where this rank holds it.
 void add_rows_of_labels(at::Tensor sum, const at::Tensor& factor, const at::Tensor& head,
                         const at::Tensor& labels, int64_t vocab_start) {
   if (head.size(0) == 0) return;
-  const PlaceOfLabels of(labels, vocab_start, head.size(0));
-  const at::Tensor rows = head.index_select(0, of.place).to(sum.scalar_type());
-  sum.add_(rows.mul_(factor.unsqueeze(1)).masked_fill_(of.is_foreign.unsqueeze(1), 0));
+  const auto [row, own] = local_labels(labels, vocab_start, head.size(0));
+  const at::Tensor rows = head.index_select(0, row.squeeze(1)).to(sum.scalar_type());
+  sum.add_(rows.mul_(factor.unsqueeze(1)).masked_fill_(own.logical_not().unsqueeze(1), 0));
 }
 
 // The expected row of each token less that of its label: the sum over this rank's ids of
@@ -130,9 +119,8 @@ class ExpectedRows {
     vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
     own(target_).add_(partial_stats[StatsRows::kTarget]);
     if (ids.size > 0) {
-      const PlaceOfLabels of(shard.labels, shard.vocab_start, ids.size);
-      const at::Tensor place = of.place.unsqueeze(1), keep = of.is_foreign.unsqueeze(1);
-      logits.scatter_(1, place, logits.gather(1, place).masked_fill_(keep.logical_not(), 0));
+      const auto [column, has_label] = local_labels(shard.labels, shard.vocab_start, ids.size);
+      logits.scatter_(1, column, logits.gather(1, column).masked_fill_(has_label.unsqueeze(1), 0));
     }
     const bool first = ids.start == 0;
     if (!first) sum.mul_((max - base).exp_().unsqueeze(1));

@@ -121,9 +121,7 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
     variable_list grads(10);
     const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
     if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kLinearLoss,
-                                ": second derivatives are not implemented; call backward without "
-                                "create_graph=True");
+    refuse_create_graph(kLinearLoss);
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &input = saved[0], &head_weight = saved[1], &labels = saved[3];
     const at::Tensor &normalizer = saved[5], &expected_rows = saved[6];

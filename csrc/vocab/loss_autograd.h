@@ -56,6 +56,13 @@ inline LossGradients gradients_of(const variable_list& grad_outputs) {
   return {if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2])};
 }
 
+// In a backward, of whose result nothing shows what it depends on.
+inline void refuse_create_graph(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), op,
+                              ": second derivatives are not implemented; call backward without "
+                              "create_graph=True");
+}
+
 inline void refuse_gradient_of_weight(const char* op, const VocabLoss& loss) {
   TORCH_CHECK_VALUE(!loss.weight || !loss.weight->requires_grad() || !at::GradMode::is_enabled(),
                     op, ": weight requires a gradient, and there is none; pass weight.detach()");

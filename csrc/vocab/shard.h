@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "vocab/shard_rows.h"
 
@@ -23,6 +24,11 @@ struct VocabShard {
 
   bool holds_logits() const { return scale == 1 && cap == 0; }  // z is the logit
 };
+
+// The columns [T, 1] of the labels in a shard of `size` ids, 0 for those of others; and whether it
+// holds them, [T].
+std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t vocab_start,
+                                               int64_t size);
 
 // Whether the loops can take the logits: columns one apart, rows that do not overlap.
 inline bool has_adjacent_columns(const at::Tensor& logits) {

@@ -11,19 +11,19 @@
 #include "vocab/shard.h"
 
 namespace parallel_ext {
-namespace {
 
-constexpr int64_t kElementsAtATime = 1 << 22;
-
-int64_t tokens_at_a_time(int64_t size) { return std::max<int64_t>(1, kElementsAtATime / size); }
-
-// The columns of the labels in this shard, and whether it holds them.
 std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t vocab_start,
                                                int64_t size) {
   const at::Tensor column = labels - vocab_start;
   const at::Tensor own = (column >= 0).logical_and(column < size);
   return {column.masked_fill(own.logical_not(), 0).unsqueeze(1), own};
 }
+
+namespace {
+
+constexpr int64_t kElementsAtATime = 1 << 22;
+
+int64_t tokens_at_a_time(int64_t size) { return std::max<int64_t>(1, kElementsAtATime / size); }
 
 // exponential * logarithm, where 0 * log 0 is 0.
 at::Tensor times_log(const at::Tensor& exponential, const at::Tensor& logarithm) {
