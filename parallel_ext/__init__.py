@@ -37,11 +37,8 @@ from parallel_ext.parallel.extending import register_extension  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402
 
 if TYPE_CHECKING:
-    from parallel_ext.checkpoint.api import (
-        load_checkpoint,
-        save_checkpoint,
-        wait_for_checkpoint,
-    )
+    from parallel_ext.checkpoint.load import load_checkpoint
+    from parallel_ext.checkpoint.save import save_checkpoint, wait_for_checkpoint
     from parallel_ext.checkpoint.steps import latest, latest_checkpoint
     from parallel_ext.checkpoint.verify import verify, verify_checkpoint
     from parallel_ext.distributed.errors import (
@@ -75,7 +72,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
-    "checkpoint.api": ("load_checkpoint", "save_checkpoint", "wait_for_checkpoint"),
+    "checkpoint.load": ("load_checkpoint",),
+    "checkpoint.save": ("save_checkpoint", "wait_for_checkpoint"),
     "checkpoint.steps": ("latest", "latest_checkpoint"),
     "checkpoint.verify": ("verify", "verify_checkpoint"),
     "distributed.errors": ("CheckpointError", "CollectiveTimeout", "DisagreementError"),

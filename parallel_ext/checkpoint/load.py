@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_ext.checkpoint import rng, scheduler_state
 from parallel_ext.checkpoint.manifest import (
@@ -24,15 +25,15 @@ from parallel_ext.checkpoint.manifest import (
 )
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.scheduler_state import Scheduler
-from parallel_ext.checkpoint.source import Contents
+from parallel_ext.checkpoint.source import Contents, contents_of
 from parallel_ext.checkpoint.steps import latest_save, manifest_of_step, name_of_step, step_of_name
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
-from parallel_ext.io.safe_open import shown
+from parallel_ext.io.safe_open import one_error, shown
 from parallel_ext.io.same_directory import check_all_see
-from parallel_ext.parallel.plan import Invariant
+from parallel_ext.parallel.state import state_of
 
 
 @dataclass(frozen=True)
@@ -52,45 +53,71 @@ class Resumed:
     same_random_numbers: bool
 
 
-def load_step(
+def load_checkpoint(
     root: str | os.PathLike[str],
-    contents_of: Callable[[], Contents],
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    step: int | None,
-    mesh: Mesh,
-    invariant: Invariant | None = None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    *,
+    step: int | None = None,
     progress: bool | None = None,
 ) -> Resumed:
-    """Load a training checkpoint into the contents of a model, its optimizer and its scheduler.
+    """Put a training checkpoint into a model, its optimizer and its scheduler, in place.
 
-    It does the work of :func:`parallel_ext.load_checkpoint`, whose docstring says the rest.
+    Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
+    its own slices, and every chunk that it reads is compared with the hash that was written. What
+    is not passed is not loaded. On the mesh of the save, random numbers continue where they were;
+    on another, every rank is seeded again from (saved seed, step, rank), with a warning. The masks
+    of ``lora_dropout`` continue where they were on any mesh: they depend on a key, the number of
+    the forward, and the place of an element in the whole batch, of which a dp rank holds its share
+    in order; those of CogAgent, which sorts tokens, change with the number of dp ranks.
+
+    Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
+    afterwards, model and optimizer hold a mixture: load another step before training continues.
 
     Args:
-        root, optimizer, scheduler, step, progress: as of ``load_checkpoint``.
-        contents_of: returns what is to be loaded; may raise.
-        mesh: the ranks of the model.
-        invariant: of the model.
+        root: as of ``save_checkpoint``.
+        model: a parallel model of the same configuration, filled or not yet trained. Where an
+            adapter was saved: PEFT's around the same base, with an adapter of the same
+            configuration, which is filled; the base stays as it is.
+        optimizer: of the class and the groups of parameters that were saved; built after
+            ``px.data_parallel``.
+        scheduler: of the class that was saved, to be given its ``state_dict()``.
+        step: the one to load; when None the latest.
+        progress: whether rank 0 shows a bar. When None it does on a terminal, where the load takes
+            longer than a second.
+
+    Returns:
+        The step and the data state, among others.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or of another model or
+            optimizer; on all ranks, with the rank that failed. For ranks that do not come or differ
+            as ``save_checkpoint``.
+
+    Example:
+        >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
-    op_name = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
-    given = type(optimizer).__name__, type(scheduler).__name__
-    mesh.control.barrier(f"{op_name}, into optimizer {given[0]}, scheduler {given[1]}")
-    mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
-    chosen = mesh.control.run_on_all(op_name, lambda: _choose(Path(root), step, mesh))
-    found, save_id = mesh.control.all_gather_object(chosen)[0]
-    path = Path(found)
-    check_all_see(path, path, mesh.control, op_name)  # a copy of it on each host will do
-    with ExitStack() as cleanup:
-        contents = mesh.control.run_on_all(op_name, contents_of)
+    state, where = state_of(model), f"load_checkpoint from {os.fspath(root)}"
+    mesh, op_name = state.mesh, where if step is None else f"{where}, step {step}"
+    with one_error(where), ExitStack() as cleanup:
+        given = type(optimizer).__name__, type(scheduler).__name__
+        mesh.control.barrier(f"{op_name}, into optimizer {given[0]}, scheduler {given[1]}")
+        mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
+        chosen = mesh.control.run_on_all(op_name, lambda: _choose(Path(root), step, mesh))
+        found, save_id = mesh.control.all_gather_object(chosen)[0]
+        path = Path(found)
+        check_all_see(path, path, mesh.control, op_name)  # a copy of it on each host will do
+        contents = mesh.control.run_on_all(op_name, lambda: contents_of(model))
         opened = mesh.control.run_on_all(op_name, lambda: _Opened(path, save_id, contents, cleanup))
         wanted, apply = mesh.control.run_on_all(
             op_name, lambda: opened.match(optimizer, scheduler, mesh)
         )
         read_shards(wanted, opened.file_of, mesh, op_name, progress)
         mesh.control.run_on_all(op_name, apply)
-    _warn_of_other_bits(opened.manifest, path, bits_of(invariant, mesh.device))
-    same = opened.states is not None
-    return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
+        _warn_of_other_bits(opened.manifest, path, bits_of(state.invariant, mesh.device))
+        same = opened.states is not None
+        return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
 
 
 def _warn_of_other_bits(manifest: Manifest, path: Path, own: str) -> None:
@@ -99,7 +126,7 @@ def _warn_of_other_bits(manifest: Manifest, path: Path, own: str) -> None:
         warnings.warn(
             f"{path} was trained with {shown(saved)}, and resumes with {own or 'ordinary sums'}: "
             "to rounding the same training, not in bits",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

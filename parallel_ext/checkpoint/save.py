@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest, bits_of
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
-from parallel_ext.checkpoint.source import Contents
+from parallel_ext.checkpoint.source import Contents, contents_of
 from parallel_ext.checkpoint.staging import Copies, copies_of
 from parallel_ext.checkpoint.steps import (
     TEMPORARY_NAME,
@@ -50,7 +51,8 @@ from parallel_ext.io.stream import (
     warn_of_non_finite,
 )
 from parallel_ext.nn.replicas import compare
-from parallel_ext.parallel.plan import Invariant
+from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.reshard import is_needed
 from parallel_ext.version import VERSION
@@ -58,70 +60,116 @@ from parallel_ext.version import VERSION
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
 
 
-def save_step(
+def save_checkpoint(
     root: str | os.PathLike[str],
     step: int,
-    contents_of: Callable[[], Contents],
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    data_state: Any,
-    mesh: Mesh,
-    invariant: Invariant | None = None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    data_state: Any = None,
+    *,
     keep_last: int | None = None,
     keep_every: int | None = None,
     asynchronous: bool = False,
     progress: bool | None = None,
 ) -> Path:
-    """Save the contents of a model, its optimizer and its scheduler as a training checkpoint.
+    """Write all that training needs to resume, on any number of ranks, as ``root/step-<step>``.
 
-    It does the work of :func:`parallel_ext.save_checkpoint`, whose docstring says the rest.
+    Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
+    ``parallel_state`` beside the model's files; of a model with an adapter, one that plain
+    ``PeftModel.from_pretrained`` reads: the adapter and its ``modules_to_save``, and of the base
+    only what PEFT saves too (embeddings that have an adapter). Each tensor is written once,
+    unpadded and under its HuggingFace name, by one of all ranks, and hashed on the way; rows stream
+    to the rank that writes them. The directory appears under its name when it is complete, and
+    ``root/LATEST`` names it then. A save that is killed, or loses its power, leaves the last
+    checkpoint as it is, and what it left behind is removed by the next. One job at a time saves
+    into a root: the file ``.lock`` is there meanwhile, and stops nobody once its holder is dead.
+    Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
+
+    When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
+    once its shard, and a thread writes it while training continues. One save is in flight at a
+    time: the next save, load or :func:`wait_for_checkpoint` waits for it, and raises the error with
+    which it failed instead of doing its own work. End a job with :func:`wait_for_checkpoint`,
+    before the process group is destroyed.
 
     Args:
-        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous,
-            progress: as of ``save_checkpoint``.
-        contents_of: returns what is to be saved; may raise.
-        mesh: the ranks of the model.
-        invariant: of the model.
+        root: directory of all checkpoints of a job, the same place for all ranks.
+        step: number of the training step. It must not be that of the last checkpoint there; an
+            older save of the same step, of a run that was given up, is replaced.
+        model: a parallel model, or PEFT's around one, with one adapter; or a module of the user's
+            own that holds one, whose names are then those of its ``state_dict()``. What is trained
+            beside an adapter is refused, since it would be lost.
+        optimizer: built from the model's parameters. What it keeps of one are plain tensors of its
+            shape, and numbers in tensors; or it is :class:`parallel_ext.Adafactor`, or torch's own
+            where no parameter is sharded.
+        scheduler: of the learning rate: any of torch's, or one whose ``state_dict()`` consists of
+            plain values, such as numbers, text, lists, dicts and small tensors.
+        data_state: where the data is, as JSON, for example the number of samples that all ranks
+            together have taken; equal on all ranks.
+        keep_last: how many checkpoints stay, with this one, in the order in which they were saved;
+            all when None. Others are removed once this one is durable; what cannot be removed is a
+            warning.
+        keep_every: those whose step is a multiple of it stay too.
+        asynchronous: return when the values are copied, not when they are on the disk; on a GPU
+            when its stream is to copy them before it does anything else.
+        progress: whether rank 0 shows a bar. When None it does on a terminal, where the save takes
+            longer than a second and is not asynchronous.
+
+    Returns:
+        The directory, on every rank; of an asynchronous save the one that will be there.
+
+    Raises:
+        CheckpointError: it cannot be saved, for example since the disk is full, or another job
+            saves there; on all ranks, with the rank that failed. Checkpoints that were there stay
+            whole. It is a :class:`CollectiveTimeout` too where not all ranks called it, or one was
+            killed or stopped meanwhile; a :class:`DisagreementError` where they were given
+            different things.
+
+    Example:
+        >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
+    arrive("save_checkpoint")
+    state = state_of(model)
+    mesh = state.mesh
     op_name = f"save_checkpoint of step {step} to {os.fspath(root)}"
-    given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
-    mesh.control.barrier(
-        f"{op_name}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}"
-    )
-    mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
+    with one_error(op_name), ExitStack() as cleanup:
+        given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
+        mesh.control.barrier(
+            f"{op_name}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}"
+        )
+        mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
 
-    def look() -> tuple[Path, Contents, Any]:
-        at = _check(root, step, keep_last, keep_every)
-        return at, contents_of(), None if scheduler is None else describe(scheduler)
+        def look() -> tuple[Path, Contents, Any]:
+            at = _check(root, step, keep_last, keep_every)
+            return at, contents_of(model), None if scheduler is None else describe(scheduler)
 
-    at, contents, rates = mesh.control.run_on_all(op_name, look)
-    check_same_directory(at, mesh.control, op_name)
-    kept = OptimizerState({}, {})
-    if optimizer is not None:
-        kept = collect(optimizer, contents, mesh, op_name)
+        at, contents, rates = mesh.control.run_on_all(op_name, look)
+        check_same_directory(at, mesh.control, op_name)
+        kept = OptimizerState({}, {})
+        if optimizer is not None:
+            kept = collect(optimizer, contents, mesh, op_name)
 
-    def prepare() -> tuple[dict[str, Any], _Plan, dict[str, str], dict[str, torch.Tensor]]:
-        loop = {
-            "step": step,
-            "optimizer": kept.description or None,
-            "scheduler": rates,
-            "data_state": data_state,
-            "dropout_masks": contents.dropout_masks(),
-        }
-        plan = _Plan(contents, mesh, kept)
-        given = {**loop, "keep_last": keep_last, "keep_every": keep_every}
-        to_json(given, "what to save")  # refuses what JSON cannot hold
-        texts = {name: json.dumps(each, sort_keys=True) for name, each in given.items()}
-        return loop, plan, {**texts, **plan.in_words()}, rng.capture(mesh)
+        def prepare() -> tuple[dict[str, Any], _Plan, dict[str, str], dict[str, torch.Tensor]]:
+            loop = {
+                "step": step,
+                "optimizer": kept.description or None,
+                "scheduler": rates,
+                "data_state": data_state,
+                "dropout_masks": contents.dropout_masks(),
+            }
+            plan = _Plan(contents, mesh, kept)
+            given = {**loop, "keep_last": keep_last, "keep_every": keep_every}
+            to_json(given, "what to save")  # refuses what JSON cannot hold
+            texts = {name: json.dumps(each, sort_keys=True) for name, each in given.items()}
+            return loop, plan, {**texts, **plan.in_words()}, rng.capture(mesh)
 
-    loop, plan, given, random_state = mesh.control.run_on_all(op_name, prepare)
-    require_equal(mesh.control, op_name, given)
-    states_of = mesh.control.all_gather_object(random_state)
-    compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, op_name)
-    if asynchronous:
-        mesh.background.connect()
-        mesh.control.run_on_all(op_name, lambda: plan.copy_values(mesh))
-    with ExitStack() as cleanup:
+        loop, plan, given, random_state = mesh.control.run_on_all(op_name, prepare)
+        require_equal(mesh.control, op_name, given)
+        states_of = mesh.control.all_gather_object(random_state)
+        compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, op_name)
+        if asynchronous:
+            mesh.background.connect()
+            mesh.control.run_on_all(op_name, lambda: plan.copy_values(mesh))
 
         def begin() -> tuple[Path, dict[str, str], Manifest] | None:
             """Make the directory and write all but the tensors, on rank 0."""
@@ -140,7 +188,7 @@ def save_step(
                 temporary / RNG_NAME, states_of, metadata, plan.chunk_bytes
             )
             number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
-            bits = bits_of(invariant, mesh.device)
+            bits = bits_of(state.invariant, mesh.device)
             by = _saved_by(mesh) | ({"bits": bits} if bits else {})
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
@@ -155,6 +203,25 @@ def save_step(
         else:
             save.run(cleanup, mesh.control)
     return Path(root) / name_of_step(step)
+
+
+def wait_for_checkpoint(model: nn.Module) -> None:
+    """Wait until no asynchronous save is in flight; every rank calls it.
+
+    Args:
+        model: the parallel model that was saved.
+
+    Raises:
+        CheckpointError: the save failed, as ``save_checkpoint`` would have; raised once, by the
+            first call after it. Or not all ranks called it.
+
+    Example:
+        >>> wait_for_checkpoint(model)  # doctest: +SKIP
+    """
+    mesh, op_name = state_of(model).mesh, "wait_for_checkpoint"
+    with one_error(op_name):
+        mesh.control.barrier(op_name)
+        mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
 
 
 def _check(

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 from torch import nn
 
-from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from parallel_ext.checkpoint.load import load_checkpoint
+from parallel_ext.checkpoint.save import save_checkpoint
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import complete_steps
 from parallel_ext.nn.temporarily import temporarily

@@ -17,8 +17,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from parallel_ext.checkpoint import rng
-from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from parallel_ext.checkpoint.load import load_checkpoint
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
+from parallel_ext.checkpoint.save import save_checkpoint
 from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
