@@ -12,6 +12,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops.group import Range
+from parallel_ext.sharding.slices import from_each_rank
 
 if TYPE_CHECKING:  # it needs more than torch, which the heads of nn do without
     from parallel_ext.nn.replicas import ReplicaPiece
@@ -180,8 +181,7 @@ def balance_loss(
         probability = probability + weight @ probabilities.to(wide)
         tokens += weight.sum()
     own = torch.cat([chosen, tokens])
-    everyone = ops.gather_from_region(own, [len(own)] * mesh.dp_size, mesh.dp).view(-1, len(own))
-    total = everyone.sum(0)
+    total = from_each_rank(own, mesh.dp).sum(0)
     chosen, tokens = total[:-1] / total[-1], total[-1]
     return mesh.dp_size * num_experts * (chosen @ probability) / tokens
 
@@ -220,9 +220,7 @@ class BalanceOfLeaves:
 
     def sum_over_dp(self) -> None:
         """Add the counts of all dp ranks."""
-        sizes = [len(self._own)] * self.mesh.dp_size
-        everyone = ops.gather_from_region(self._own, sizes, self.mesh.dp)
-        self._of_all = everyone.view(self.mesh.dp_size, -1).sum(0)
+        self._of_all = from_each_rank(self._own, self.mesh.dp).sum(0)
 
     def share(
         self, router_logits: Sequence[torch.Tensor], mask: torch.Tensor | None
@@ -268,7 +266,7 @@ def _count_over_dp(
     parts = 0 if trained is None else trained.number()
     own = valid.new_tensor([0, torch.is_grad_enabled(), number, parts], dtype=torch.float64)
     own[0] = valid.sum()
-    ranks = ops.gather_from_region(own, [4] * mesh.dp_size, mesh.dp).view(-1, 4)
+    ranks = from_each_rank(own, mesh.dp)
     if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
         training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
         raise DisagreementError(

@@ -18,6 +18,7 @@ from parallel_ext.nn.routing import Routing
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
+from parallel_ext.sharding.slices import from_each_rank
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _GRADIENTS = (
@@ -302,12 +303,9 @@ class ExpertParallelExperts(ShardedModule):
         failure: Exception | None,
     ) -> ExchangePlan:
         """Gather every rank's counts, read by the host once, and return this rank's plan."""
-        size, start = self.group.size, len(header) + 1
+        start = len(header) + 1
         numbers = torch.tensor([*header, choices.numel()]).to(counts.device, non_blocking=True)
-        message = torch.cat([numbers, counts])
-        width = message.numel()
-        everyone = ops.gather_from_region(message.unsqueeze(0), [width] * size, self.group)
-        of_rank = everyone.view(size, width).tolist()
+        of_rank = from_each_rank(torch.cat([numbers, counts]), self.group).tolist()
         for of_peer in of_rank:  # a GPU counts no id that is out of range
             of_peer[0] |= sum(of_peer[start : start + self.num_experts]) != of_peer[start - 1]
         if failure is None and of_rank[self.group.rank][0]:

@@ -12,6 +12,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding._torch_private import disable_compiler
+from parallel_ext.sharding.slices import from_each_rank
 
 SUMS = "sums of the gradients of"
 """How the names of collectives begin that sum gradients."""
@@ -47,8 +48,7 @@ class TrainedParts:
         if len(set(numbers)) == 1:
             return
         own = torch.tensor(self._values, dtype=torch.float64)
-        sizes = ops.gather_from_region(own.new_tensor([len(own)]), [1] * mesh.dp_size, mesh.dp)
-        sizes = [int(size) for size in sizes]
+        sizes = [int(size) for size in from_each_rank(own.new_tensor(len(own)), mesh.dp)]
         of_ranks = ops.gather_from_region(own, sizes, mesh.dp).split(sizes)
         names = [f"requires_grad of {name}" for name, _ in self._model.named_parameters()]
         names += self._collectives

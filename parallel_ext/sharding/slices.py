@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.ops.group import Range
+from parallel_ext.ops.group import Group, Range
 from parallel_ext.sharding.layout import Box, TensorLayout
 
 
@@ -101,6 +101,17 @@ def gather_rows(
     group = mesh.group_of_columns(inner)
     rows = ops.gather_from_region(shard.reshape(-1), sizes, group)
     return rows.view(layout.rows_of.local_shape(mesh.rank)), layout.rows_of
+
+
+def from_each_rank(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather a tensor that has one shape on all ranks of a group: [ranks, ...], in order.
+
+    Example:
+        >>> from_each_rank(torch.ones(3), ops.ALONE).shape
+        torch.Size([1, 3])
+    """
+    everyone = ops.gather_from_region(own.flatten(), [own.numel()] * group.size, group)
+    return everyone.view(group.size, *own.shape)
 
 
 def like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import Box, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.optimizer_layouts import COLUMNS, ROWS, is_sharded_along, reduced
-from parallel_ext.sharding.slices import local_part, shard_views, take
+from parallel_ext.sharding.slices import from_each_rank, local_part, shard_views, take
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -159,8 +158,7 @@ def _over_ranks(addends: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tenso
     wide = torch.float64 if any(a.dtype == torch.float64 for a in addends) else torch.float32
     flat = torch.cat([addend.flatten().to(wide) for addend in addends])
     for group in (mesh.tp, mesh.dp):
-        ranks = ops.gather_from_region(flat, [len(flat)] * group.size, group)
-        flat = ranks.view(group.size, -1).sum(0)
+        flat = from_each_rank(flat, group).sum(0)
     pieces = flat.split([addend.numel() for addend in addends])
     return [piece.view_as(addend) for piece, addend in zip(pieces, addends, strict=True)]
 

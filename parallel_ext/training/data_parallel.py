@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.grad_sync import PartialGradients
@@ -32,6 +31,7 @@ from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding._torch_private import tree_leaves
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.sharding.slices import from_each_rank
 from parallel_ext.training.called_alone import CalledAlone
 from parallel_ext.training.fsdp_collectives import exchange_by
 from parallel_ext.training.fsdp_parameters import FSDPParameters
@@ -368,9 +368,7 @@ class RunsOnAny:
 
     def __call__(self, *needed: bool) -> tuple[bool, ...]:
         own = torch.tensor(needed, dtype=torch.float32, device=self._mesh.device)
-        sizes = [len(needed)] * self._mesh.dp_size
-        everyone = ops.gather_from_region(own, sizes, self._mesh.dp)
-        return tuple((everyone.view(-1, len(needed)).sum(0) > 0).tolist())
+        return tuple((from_each_rank(own, self._mesh.dp).sum(0) > 0).tolist())
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding._torch_private import unscale_all
-from parallel_ext.sharding.slices import local_part
+from parallel_ext.sharding.slices import from_each_rank, local_part
 
 
 def unscale_on_all_ranks(
@@ -57,5 +56,5 @@ def unscale_on_all_ranks(
     advice = "make the scaler equal on all ranks, and load the same state"
     require_equal(mesh.control, "GradScaler", {"the scale": scaler.get_scale()}, advice=advice)
     for group in (mesh.tp, mesh.dp):
-        found_inf = ops.gather_from_region(found_inf.view(1), [1] * group.size, group).amax(0)
+        found_inf = from_each_rank(found_inf, group).amax(0)
     return {found_inf.device: found_inf}

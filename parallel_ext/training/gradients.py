@@ -18,7 +18,7 @@ from parallel_ext.sharding._torch_private import foreach_norm, multiply_all
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
-from parallel_ext.sharding.slices import gather_rows, local_part, take_block
+from parallel_ext.sharding.slices import from_each_rank, gather_rows, local_part, take_block
 
 LaidOut = tuple[torch.Tensor, TensorLayout]
 """What this rank holds of a parameter or its gradient, and where the full tensor lies."""
@@ -159,7 +159,7 @@ def total_norm(
         own = [t for t, layout in held if t.numel() > 0 and layout.primary_boxes(mesh.rank)]
         power = of_all(own, mesh.device)
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
-            power = joined(ops.gather_from_region(power.view(1), [1] * group.size, group))
+            power = joined(from_each_rank(power, group))
         powers.append(power)
     norm = joined(torch.stack(powers))
     norm = norm if infinite else norm ** (1.0 / norm_type)

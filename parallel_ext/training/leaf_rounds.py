@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ext import ops
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.named_shards import to_shards
+from parallel_ext.sharding.slices import from_each_rank
 from parallel_ext.sharding.tree import Node
 from parallel_ext.training.fsdp_collectives import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
@@ -70,8 +70,7 @@ class LeafRounds(LeafLoop):
         alone = [([value], mesh.dp) for value in (loss, *self._take_gradients(self._others))]
         for values, group in (*alone, *((values, mesh.edp) for values in self._take_apart())):
             mine = torch.cat([value.reshape(-1) for value in values])
-            mine = mine.to(wide(mine.dtype))
-            gathered = ops.gather_from_region(mine, [len(mine)] * group.size, group)
+            gathered = from_each_rank(mine.to(wide(mine.dtype)), group)
             for of_rank, each in zip(of_ranks, gathered.view(mesh.dp_size, -1), strict=True):
                 of_rank.append(each.clone().view(values[0].shape))
         for leaf, values in enumerate(of_ranks, number * mesh.dp_size):

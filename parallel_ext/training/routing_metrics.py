@@ -9,9 +9,9 @@ from typing import TextIO
 import torch
 from torch import nn
 
-from parallel_ext import ops
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.sharding.slices import from_each_rank
 
 
 class RoutingMetrics:
@@ -128,10 +128,7 @@ class RoutingMetrics:
     def _report(self, step: int, op_name: str) -> dict[str, float]:
         mesh, num_layers = self._state.mesh, len(self._ever_chosen)
         record = torch.tensor([int(self._closed), *self._counter.take()])
-        sizes = [record.numel()] * mesh.world_size
-        records = ops.gather_from_region(record, sizes, mesh.control.group).view(
-            mesh.world_size, -1
-        )
+        records = from_each_rank(record, mesh.control.group)
         closed, most_rows, sent, microseconds = records[:, :4].unbind(1)
         rows, choices = records[:, 4:].split([num_layers, self._ever_chosen.numel()], dim=1)
         choices = choices.sum(0).view_as(self._ever_chosen)
