@@ -56,7 +56,7 @@ class Contents(Protocol):
     def open(
         self, directory: Path, manifest: Manifest, cleanup: ExitStack
     ) -> dict[str, SafetensorsFile]:
-        """Open the files of a checkpoint, and check that they are of such a model.
+        """Open the files of a checkpoint, and check that they are of this model.
 
         Returns:
             Name of a tensor in the files -> the file.

@@ -250,7 +250,10 @@ def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Tensor:
-    """Return a parameter after steps of such an optimizer; ``drawn`` are it and its gradients."""
+    """Return a parameter after steps of a new optimizer with the class and options of another.
+
+    ``drawn`` are the parameter and its gradients.
+    """
     first, *gradients = (each.clone(memory_format=torch.contiguous_format) for each in drawn)
     parameter = nn.Parameter(first.clone())
     takes = inspect.signature(type(optimizer)).parameters

@@ -300,7 +300,7 @@ def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
 
 
 def _number_process(plain: Callable[..., int], self: Accelerator) -> int:
-    """Extend ``Accelerator.process_index`` in the same way."""
+    """Extend ``Accelerator.process_index`` to be the dp rank where a script asks."""
     mesh, index = _patches[0].mesh, plain(self)
     scripts = index == mesh.rank and not _is_called_by(_PACKAGES)
     return mesh.dp_rank if scripts else index

@@ -73,7 +73,7 @@ def start_optimizer(
 
 
 def add_group(plain: Callable[..., None], self: Optimizer, param_group: Any) -> None:
-    """Extend ``Optimizer.add_param_group`` in the same way."""
+    """Extend ``Optimizer.add_param_group`` so that the dp ranks train its parameters together."""
     if isinstance(param_group, dict):
         (param_group,) = _trained_together(self, [param_group])
     plain(self, param_group)

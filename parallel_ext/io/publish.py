@@ -138,7 +138,7 @@ class Publication:
         disk.rename(self.temporary, self._old)
 
     def _rename_both(self) -> None:
-        """Do the same where two directories cannot change places at once."""
+        """Rename both directories, where a file system cannot let them change places at once."""
         try:
             disk.rename(self.target, self._old)
             disk.rename(self.temporary, self.target)

@@ -146,7 +146,7 @@ class _Adapter:
         )
 
     def _of_expert(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same for a tensor of one expert.
+        """Return two factors whose product is added to a tensor of one expert.
 
         As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
         expert side by side, B [out, r * E] the columns of one r side by side.

@@ -154,7 +154,7 @@ class PartialGradients:
         self.late.update(self._averaged[group])
 
     def average_beside(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
-        """Do the same for parameters that are in no module of the model.
+        """Let each backward end with the mean of gradients of parameters outside of the model.
 
         A backward may reach none of the model, so that a gradient of theirs opens it, too.
 

@@ -45,7 +45,7 @@ _FORWARDS = {nn.Linear: _linear, nn.LayerNorm: _layer_norm, nn.Conv2d: _patches}
 
 
 def fix_replicated(model: nn.Module) -> None:
-    """Give each plain linear, layer norm and embedding of patches in a model such a forward.
+    """Give a model's linears, layer norms and embeddings of patches forwards with fixed bits.
 
     Raises:
         ValueError: a layer is of another kind than these forwards serve.
