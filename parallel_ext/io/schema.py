@@ -252,10 +252,8 @@ class Fields:
 
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
         """Return the field ``name``, text of which ``pattern`` matches all."""
-        value = self._value.get(name)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise self.wrong(name, f"text like {pattern.pattern}")
-        return value
+        expected = f"text like {pattern.pattern}"
+        return self.fits(name, lambda v: isinstance(v, str) and pattern.fullmatch(v), expected)
 
     def one_of(self, name: str, known: Collection[str]) -> str:
         """Return the field ``name``, one of the words ``known``."""
@@ -266,7 +264,6 @@ class Fields:
 
     def list_of(self, name: str, fits: Callable[[Any], bool], expected: str) -> list[Any]:
         """Return the field ``name``, a list for each element of which ``fits`` is true."""
-        value = self._value.get(name)
-        if not isinstance(value, list) or not all(fits(each) for each in value):
-            raise self.wrong(name, f"a list of {expected}")
-        return value
+        return self.fits(
+            name, lambda v: isinstance(v, list) and all(map(fits, v)), f"a list of {expected}"
+        )

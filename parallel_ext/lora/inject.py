@@ -63,9 +63,8 @@ def refuse_mixture(
     mixture = state.spec.mixture
     if mixture is None or not config.target_modules:
         return
-    _, *parts = mixture.modules()
     for path, _ in model.named_modules():
-        if path.endswith(tuple(parts)) and check_target_module_exists(config, path):
+        if path.endswith(mixture.experts) and check_target_module_exists(config, path):
             raise NotImplementedError(
                 f"{op_name}: an adapter on {path} is not supported; target attention and head, and "
                 f"experts by target_parameters={experts_tensors(model)}"

@@ -78,11 +78,6 @@ class Routing:
         copy.rule, copy.own = self.rule, self.own
         return copy
 
-    @property
-    def forced(self) -> bool:
-        """Return whether something else than the logits chooses the experts."""
-        return self.rule is not None
-
     def forward(
         self, router: nn.Module, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -30,8 +30,14 @@ _AT_LEAST_ONE = {
     *("num_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
 }
 _LABELS = ("num_labels", "id2label", "label2id")
-# Fields for whose values with a slash transformers loads compiled code from the hub.
-_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+# Fields, as files spell them, for whose values with a slash transformers loads compiled code from
+# the hub.
+_IMPLEMENTATIONS = {
+    start + name + end
+    for name in ("attn_implementation", "experts_implementation")
+    for start in ("", "_")
+    for end in ("", "_internal")
+}
 _REFUSED = {
     "quantization_config": "quantized models are not served; save the model dequantized",
     "gradient_checkpointing": (
@@ -85,7 +91,7 @@ def configurations(
         )
     try:
         kind = transformers.CONFIG_MAPPING[model_type]
-        config = kind.from_dict(_without(content, _spellings(_IMPLEMENTATIONS)))
+        config = kind.from_dict(_without(content, _IMPLEMENTATIONS))
     except Exception as error:
         raise CheckpointError(_refusal(path, content, error)) from error
     if given is not None:
@@ -169,13 +175,6 @@ def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
                 yield from _fields(value, f"{prefix}{name}.")
 
 
-def _spellings(names: Collection[str]) -> set[str]:
-    """Return all spellings of fields in files, such as those with an underscore in front."""
-    return {
-        start + name + end for name in names for start in ("", "_") for end in ("", "_internal")
-    }
-
-
 def _without(content: Any, names: Collection[str]) -> Any:
     """Return a copy of a JSON value without the fields of some names."""
     if not isinstance(content, dict):
@@ -185,12 +184,11 @@ def _without(content: Any, names: Collection[str]) -> Any:
 
 def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
     """Yield what is wrong with fields that decide about time, memory and code, in words."""
-    implementations = _spellings(_IMPLEMENTATIONS)
     for name, where, value in _fields(content):
         number = value if type(value) is int else None
         if name in _REFUSED and value not in (None, False):
             yield f"{where} is {shown(value)}: {_REFUSED[name]}"
-        elif name in implementations and "/" in str(value):
+        elif name in _IMPLEMENTATIONS and "/" in str(value):
             yield (
                 f"{where} is {shown(value)}, code of a repository, which a file cannot choose; "
                 "remove it, or pass attn_implementation= to px.from_pretrained"

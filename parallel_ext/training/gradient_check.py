@@ -230,7 +230,7 @@ def _check(
             "check_gradients of a model with adapters is not supported: check the model before "
             "they are added, or after merge_and_unload"
         )
-    if any(routing.forced for routing in state.routings):
+    if any(routing.rule is not None for routing in state.routings):
         raise RuntimeError(
             "check_gradients: the routing is forced, but the single-process model chooses by its "
             "router; call px.force_routing(model, None) first"

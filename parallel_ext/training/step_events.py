@@ -107,7 +107,7 @@ def sort_events(events: Iterable[Any], mark: str, inner: Iterable[str], device: 
             if e.name() != _MEMORY
         ]
         nanoseconds = covered(kernels, start, end)
-    peak, after = _memory(within, root, inner, device)
+    peak, after = _memory(within, inner, device)
     seconds = {part: time / 1e9 for part, time in nanoseconds.items()}
     return StepEvents((end - start) / 1e9, seconds, _exchanges(ranges), peak, after)
 
@@ -189,9 +189,7 @@ def _exchanges(ranges: Iterable[Any]) -> dict[str, Exchanges]:
     return found
 
 
-def _memory(
-    events: list[Any], root: Any, inner: Iterable[str], device: str
-) -> tuple[int, dict[str, int]]:
+def _memory(events: list[Any], inner: Iterable[str], device: str) -> tuple[int, dict[str, int]]:
     """Return the highest number of bytes allocated since the beginning, and those after marks."""
     kind = DeviceType.CPU if device == "cpu" else DeviceType.CUDA
     ends = {e.name(): e.end_ns() for e in events if e.name() in set(inner) and _on_host(e)}
