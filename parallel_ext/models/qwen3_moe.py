@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallel_ext.models.llama import ATTENTION, MLP
-from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.llama import QWEN3
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -23,13 +22,9 @@ def _route(
     return logits, weights.to(logits.dtype), expert_ids
 
 
-QWEN3_MOE = ModelSpec(
+QWEN3_MOE = replace(
+    QWEN3,
     model_type="qwen3_moe",
-    embedding="model.embed_tokens",
-    head="lm_head",
-    layers="model.layers",
-    attention=replace(ATTENTION, head_norms=("q_norm", "k_norm")),
-    mlp=MLP,
     mixture=MixtureNames(
         name="mlp",
         router="gate",
