@@ -137,11 +137,11 @@ def train_together(model: nn.Module) -> None:
         DisagreementError: the dp ranks hold other weights.
     """
     _remember_holders(model_of(model))
-    if not _trains_apart(model):
+    if not _lacks_data_parallel(model):
         return
     arrive("data_parallel")
     mesh = state_of(model).mesh
-    copies = [each for each in copies_of(model_of(model)) if _trains_apart(each)]
+    copies = [each for each in copies_of(model_of(model)) if _lacks_data_parallel(each)]
     for each in (model, *adopting.made_on_all(copies, mesh, "data_parallel")):
         check_replicas(each)
         data_parallel(each, mesh, _in_force[0].zero)
@@ -157,7 +157,7 @@ def _remember_holders(model: nn.Module) -> None:
             remember(holder)
 
 
-def _trains_apart(model: nn.Module) -> bool:
+def _lacks_data_parallel(model: nn.Module) -> bool:
     state = state_of(model)
     return state.trains_apart and state.zero is None
 

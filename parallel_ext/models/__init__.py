@@ -55,7 +55,7 @@ PUBLISHED: dict[str, ModelSpec] = {}
 """Specs for the classes of others with a name in :data:`OWN`, by ``model_type``."""
 
 
-def learn(config: Mapping[str, Any]) -> str | None:
+def own_model_type(config: Mapping[str, Any]) -> str | None:
     """Return the ``model_type`` of a ``config.json`` whose architecture this package implements.
 
     Its code is imported. Published files do not always name the type; None if it is not ours.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn.linear import ComputedAhead, ComputesAhead
+from parallel_ext.nn.linear import ComputedAhead, ComputingHook
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
@@ -110,7 +110,7 @@ class BlockColumnLinear(ComputedAhead, ShardedModule):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-class ComputedTogether(ComputesAhead):
+class ComputedTogether(ComputingHook):
     """A forward pre-hook of an attention or MLP: computes all layers that read its input.
 
     Args:

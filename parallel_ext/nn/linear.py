@@ -53,7 +53,7 @@ def _state_of(input: torch.Tensor) -> tuple[int, bool]:
     return writes, torch.is_grad_enabled()
 
 
-class ComputesAhead:
+class ComputingHook:
     """The base of forward pre-hooks that compute results of layers in a module ahead.
 
     Args:

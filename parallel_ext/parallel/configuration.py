@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.models import OWN, SPECS, learn, why_unserved
+from parallel_ext.models import OWN, SPECS, own_model_type, why_unserved
 from parallel_ext.models._transformers_private import forget_attention, take_for_unchanged
 from parallel_ext.parallel.extending import called_by_this_package
 
@@ -74,7 +74,7 @@ def configurations(
             memory, or that is not served; names file, field and value.
     """
     path, content = directory.path / CONFIG_NAME, directory.config
-    own = learn(content)
+    own = own_model_type(content)
     for problem in _problems(content, len(directory.shapes)):
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")

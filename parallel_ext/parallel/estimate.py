@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from parallel_ext import ops
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.stream import share_out
-from parallel_ext.models import learn
+from parallel_ext.models import own_model_type
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.held_bytes import Held
@@ -198,7 +198,7 @@ class Planner:
         """
         try:
             content, _ = transformers.PreTrainedConfig.get_config_dict(source)
-            if (own := learn(content)) is not None:
+            if (own := own_model_type(content)) is not None:
                 return cls(transformers.CONFIG_MAPPING[own].from_dict(content))
             return cls(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
         except (OSError, ValueError) as error:

@@ -30,10 +30,10 @@ from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
+    is_trained_apart,
     refuse_backward_apart,
     refuse_other_ties,
     refuse_training_apart,
-    trains_apart,
 )
 from parallel_ext.sharding._torch_private import disable_compiler, input_hooks
 
@@ -82,7 +82,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = None if labels is None else _loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
-    apart = torch.is_grad_enabled() and trains_apart(model)
+    apart = torch.is_grad_enabled() and is_trained_apart(model)
     _refuse_what_fails(model, state, arguments, call)
     if apart and model.training:
         refuse_training_apart(state)

@@ -16,7 +16,7 @@ from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNa
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import (
     ColumnParallelLinear,
-    ComputesAhead,
+    ComputingHook,
     RowParallelLinear,
     can_be_computed_together,
 )
@@ -34,7 +34,7 @@ from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.slices import take
 
 
-class CopyInput(ComputesAhead):
+class CopyInput(ComputingHook):
     """A forward pre-hook: the hidden states enter a tensor-parallel region here.
 
     Where one op can stand for the calls of the layers that read them, it computes these here: its

@@ -10,7 +10,7 @@ from transformers import modeling_layers
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
+from parallel_ext.models import OWN, PUBLISHED, SPECS, own_model_type, why_unserved
 from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
@@ -46,7 +46,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
-    own = learn({"model_type": model_type, "architectures": [*classes]})
+    own = own_model_type({"model_type": model_type, "architectures": [*classes]})
     cls = None if own is None else classes.get(OWN[own][0])
     if cls is not None and not cls.__module__.startswith("parallel_ext."):
         return PUBLISHED[own]

@@ -32,11 +32,11 @@ class _RefuseApart(_RefuseBypass):
     """A forward pre-hook of the decoder, which may be trained alone: as in the model's forward."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and trains_apart(self.model):
+        if module.training and torch.is_grad_enabled() and is_trained_apart(self.model):
             refuse_training_apart(getattr(self.model, STATE_NAME))
 
 
-def trains_apart(model: nn.Module) -> bool:
+def is_trained_apart(model: nn.Module) -> bool:
     """Return whether nobody sums the gradients of the dp ranks of a model that is trained."""
     state: ParallelState = getattr(model, STATE_NAME)
     return state.trains_apart and any(each.requires_grad for each in model.parameters())
