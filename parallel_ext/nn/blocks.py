@@ -128,8 +128,8 @@ class ComputedTogether(ComputingHook):
             layers[-1].copies,
             layers[0].group,
         )
-        products = iter(products)
-        self.serve(layers, input, [[*islice(products, len(layer.blocks))] for layer in layers])
+        rest = iter(products)
+        self.serve(layers, input, [[*islice(rest, len(layer.blocks))] for layer in layers])
 
 
 class BlockRowLinear(ShardedModule):

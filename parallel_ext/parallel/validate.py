@@ -18,7 +18,7 @@ from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.nn.vocab import refuse_options
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.state import ParallelState
+from parallel_ext.parallel.state import is_parallel
 from parallel_ext.sharding._torch_private import input_hooks, is_compiled, output_hooks
 from parallel_ext.sharding.digests import content_digest
 
@@ -181,7 +181,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 def check_unsharded(model: nn.Module) -> None:
     """Raise if this package or transformers' own plan has sharded the model already."""
-    if any(isinstance(module, ParallelState) for module in model.modules()):
+    if is_parallel(model):
         raise ValueError("parallelize: this model is parallel already")
     if is_sharded_by_transformers(model):
         raise ValueError(

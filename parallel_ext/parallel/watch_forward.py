@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of, state_of
 from parallel_ext.sharding._torch_private import tree_leaves
 
 
@@ -60,15 +60,11 @@ def watch_forward(model: nn.Module) -> None:
             own.get_submodule(spec.decoder).register_forward_pre_hook(_RefuseApart(own))
 
 
-def _replaced(model: nn.Module) -> bool:
-    """Return whether another forward than ours was put into the instance."""
-    return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
-
-
 def _before_forward(module: nn.Module, args: Any) -> None:
     model = model_of(module)
-    if _replaced(model):
-        getattr(model, STATE_NAME).forward_ran = False
+    state: ParallelState = getattr(model, STATE_NAME)
+    if getattr(model.forward, "__func__", None) is not state.own_forward:  # another was put there
+        state.forward_ran = False
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
@@ -78,7 +74,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _at_the_end(module: nn.Module, *_: Any) -> None:
-    getattr(model_of(module), STATE_NAME).forward_ran = True  # also after an error
+    state_of(module).forward_ran = True  # also after an error
 
 
 def _bypass(model: nn.Module) -> RuntimeError:
