@@ -189,9 +189,9 @@ class _Opened:
                         f"{shard.dtype}; build the model in the dtype that was trained"
                     )
                 wanted.append((Wanted(part.name, layout[name], part), shard))
-        for op_name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if given is not None and self.loop[op_name] is None:
-                raise CheckpointError(f"{self.path} was saved without the {op_name}'s state")
+        for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None and self.loop[what] is None:
+                raise CheckpointError(f"{self.path} was saved without the {what}'s state")
         apply = [partial(self.contents.restore_dropout_masks, self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {

@@ -48,8 +48,9 @@ def check_positive(what: str, value: object) -> None:
 
 
 # Python's errors that are too wide to be caught, or that cannot be made of a text.
-_NOT_SHARED = {"Exception", "ExceptionGroup"} | {
-    f"Unicode{op_name}Error" for op_name in ("Decode", "Encode", "Translate")
+_NOT_SHARED = {
+    *("Exception", "ExceptionGroup"),
+    *("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError"),
 }
 _SHARED: dict[str, type[Exception]] = {
     error.__name__: error

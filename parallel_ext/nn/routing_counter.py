@@ -23,7 +23,7 @@ def _traffic() -> tuple[int, int]:
     """Return the bytes that this process has sent in exchanges of rows, and their microseconds."""
     counts = _C.collective_counts()
     return tuple(
-        sum(counts.get(f"{op}/{op_name}", 0) for op in _EXCHANGES) for op_name in ("bytes", "us")
+        sum(counts.get(f"{op}/{what}", 0) for op in _EXCHANGES) for what in ("bytes", "us")
     )
 
 
@@ -36,8 +36,8 @@ def _since(before: tuple[int, int]) -> tuple[int, int]:
 class RoutingCounter:
     """A counter, for ``RoutingMetrics``, of what the layers of one rank route in training.
 
-    It never waits. A forward that a backward recomputes has been counted
-    before; what it sends again has not.
+    It never waits. A forward that a backward recomputes has been counted before; what it sends
+    again has not.
 
     Args:
         num_layers: with a mixture of experts.

@@ -39,14 +39,14 @@ class KnownOp:
 
     Attributes:
         is_own: whether it is an op of this package.
-        makes_anew: whether all that it returns is new, and it changes nothing.
+        makes_new: whether all that it returns is new, and it changes nothing.
         outputs: by what it was given: whether it returns a sequence, and each tensor of it.
     """
 
     def __init__(self, op: Any) -> None:
         schema = schema_of(op)
         self.is_own = op.namespace == "parallel_ext"
-        self.makes_anew = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
+        self.makes_new = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
         self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}
 
 
@@ -161,7 +161,7 @@ class _Live(TorchDispatchMode):
 
 def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the output of an op on the meta device, from a cache if it had such inputs before."""
-    if not op.makes_anew:
+    if not op.makes_new:
         return func(*args, **kwargs)
     key = (_key(args), _key(tuple(kwargs.items()))) if kwargs else _key(args)
     try:

@@ -310,7 +310,7 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
 class _BeforeForward:
     """A forward pre-hook that lets training continue from whatever the last step has left.
 
-    After a backward has raised FSDP would wait for its end, and leave gradients unreduced for good.
+    After a backward has raised FSDP would wait for its end, and reduce no more gradients.
     What it has gathered for a forward that no backward followed, it would take for the weights.
     """
 
