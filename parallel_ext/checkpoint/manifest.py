@@ -274,9 +274,8 @@ def commit_of(content: bytes, manifest: Manifest) -> bytes:
 def number_of_save(directory: Path) -> int:
     """Read the number of the save from a directory's commit, of which nothing else is checked."""
     path = directory / COMMIT_NAME
-    return Fields(
-        parse_json(read_content(path, _MAX_COMMIT_BYTES, links=False), path), path
-    ).number("number")
+    content = read_content(path, _MAX_COMMIT_BYTES, links=False)
+    return Fields(parse_json(content, path), path).number("number")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

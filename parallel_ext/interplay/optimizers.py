@@ -368,6 +368,5 @@ def _local(
             f"shard it is; give the full {place.shape}, or what the optimizer's own state_dict() "
             f"has returned on this rank, which holds {place.describe(rank)}"
         )
-    return (
-        like(local, owned.parameter) if local.shape == local_part(owned.parameter).shape else local
-    )
+    is_whole_shard = local.shape == local_part(owned.parameter).shape
+    return like(local, owned.parameter) if is_whole_shard else local

@@ -114,9 +114,8 @@ def gather_in_step(
 
     full: dict[str, torch.Tensor] = {}
     for name in shards:
-        out = mesh.control.run_on_all(
-            op_name, partial(room_for, name)
-        )  # where a large model may not fit
+        # By itself, since a large model may not fit.
+        out = mesh.control.run_on_all(op_name, partial(room_for, name))
         mesh.control.run_on_all(op_name, partial(gather, name, out))
         if out is not None:
             full[name] = out

@@ -69,12 +69,8 @@ def attention_blocks(
 
 
 def _is_plain(mlp: RegionNames) -> bool:
-    return 1 <= sum(mlp.inputs.values()) <= 3 and (
-        mlp.heads,
-        mlp.forward,
-        mlp.entry,
-        mlp.merges,
-    ) == (None, None, None, False)
+    further = (mlp.heads, mlp.forward, mlp.entry, mlp.merges)
+    return 1 <= sum(mlp.inputs.values()) <= 3 and further == (None, None, None, False)
 
 
 def plan_in_blocks(

@@ -51,10 +51,8 @@ def fix_replicated(model: nn.Module) -> None:
         ValueError: a layer is of another kind than these forwards serve.
     """
     for name, layer in model.named_modules():
-        if type(layer) is nn.Conv2d and (layer.stride, layer.padding) != (
-            layer.kernel_size,
-            (0, 0),
-        ):
+        is_conv = type(layer) is nn.Conv2d
+        if is_conv and (layer.stride != layer.kernel_size or layer.padding != (0, 0)):
             raise ValueError(
                 f"px.Invariant serves convolutions of patches, but {name} has the kernel "
                 f"{layer.kernel_size}, stride {layer.stride} and padding {layer.padding}"

@@ -79,7 +79,7 @@ def configurations(
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")
     if not isinstance(model_type, str) or model_type not in SPECS:
-        custom = "; custom code that comes with files is not run" * ("auto_map" in content)
+        custom = "; custom code that comes with files is not run" if "auto_map" in content else ""
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}, but served are "
             f"{', '.join(served())}{custom or why_unserved(model_type)}"

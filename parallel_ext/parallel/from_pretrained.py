@@ -91,12 +91,9 @@ def from_pretrained(
     op_name, given = f"from_pretrained({str(source)!r})", config
 
     def check() -> tuple[dict[str, Any], torch.dtype | None]:
-        for name, value in {
-            "attn_implementation": attn_implementation,
-            "subfolder": subfolder or None,  # in HuggingFace "" is none
-            "revision": revision,
-        }.items():
-            check_text(name, value)
+        check_text("attn_implementation", attn_implementation)
+        check_text("subfolder", subfolder or None)  # in HuggingFace "" is none
+        check_text("revision", revision)
         if vocab_size is not None:
             check_positive("vocab_size", vocab_size)
         if config is not None and not isinstance(config, transformers.PreTrainedConfig):

@@ -161,7 +161,7 @@ class Held:
             adapter: count only the adapter, or only what is not; None for both.
             trained: leave out what gets no gradient.
         """
-        counters = [self._root] + [self._layers] * layers
+        counters = [self._root, self._layers] if layers else [self._root]
         if trained:
             counters = [
                 Counter({kind: number for kind, number in counter.items() if not kind.idle})

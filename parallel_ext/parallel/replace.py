@@ -324,14 +324,13 @@ class Replacer:
 
     def joined_attention(self, path: str, names: AttentionNames) -> None:
         """Replace the projections of an attention of which one joins query, key and value."""
-        module, rank = self.model.get_submodule(path), self.mesh.tp_rank
+        module = self.model.get_submodule(path)
         self._column(f"{path}.{names.query}")
         self._row(f"{path}.{names.output}")
         self._norms_of_heads(path, names)
         self.watch(path, names.query, names.output)
-        (first, last), (kv_first, kv_last), _ = self.layout[f"{path}.{names.query}.weight"].ranges(
-            rank
-        )
+        joined = self.layout[f"{path}.{names.query}.weight"]
+        (first, last), (kv_first, kv_last), _ = joined.ranges(self.mesh.tp_rank)
         heads = (last - first) // module.head_dim
         module.num_key_value_heads = (kv_last - kv_first) // module.head_dim
         module.config = ConfigOfRank(module.config, num_attention_heads=heads)

@@ -197,9 +197,8 @@ def _sum_of_squares(
         if pieces:
             of_pieces = _norms(chain.from_iterable(pieces), 2.0)
             norms += map(torch.linalg.vector_norm, of_pieces.split([*map(len, pieces)]))
-    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=mesh.device)])[
-        :-1
-    ].square()
+    none = torch.zeros(0, dtype=torch.float64, device=mesh.device)  # where a rank counts no block
+    squares = torch.cat([none, *(norm.view(1) for norm in norms)]).square()
     everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
 

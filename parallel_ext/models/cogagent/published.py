@@ -67,12 +67,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     if mask is None or bool(((mask == 0) == causal).all()):
         return F.scaled_dot_product_attention(query, key, value, causal)
     scores = query / query.shape[-1] ** 0.5 @ key.transpose(-1, -2) + mask
-    return (
-        scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-            value.dtype
-        )
-        @ value
-    )
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(dim=-1, dtype=wide).to(value.dtype) @ value
 
 
 _DIFFERENT = {
