@@ -97,12 +97,10 @@ class LeafLoop(ABC):
 
     def _take(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take the gradients of a parameter for the leaf of each dp rank that meets here."""
-        before = self._apart.get(parameter)
-        self._apart[parameter] = (
-            [*gradients]
-            if before is None
-            else [a + b for a, b in zip(before, gradients, strict=True)]
-        )
+        taken = [*gradients]
+        if parameter in self._apart:
+            taken = [a + b for a, b in zip(self._apart[parameter], taken, strict=True)]
+        self._apart[parameter] = taken
         return gradients[0]
 
     def _take_gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
