@@ -158,10 +158,6 @@ def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
     return loop
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _check_optimizer(optimizer: Fields, where: str) -> None:
     optimizer.exactly("class", "groups", "numbers")
     optimizer.matching("class", _CLASS_NAME)
@@ -170,7 +166,7 @@ def _check_optimizer(optimizer: Fields, where: str) -> None:
         group = Fields(value, f"{where}: group {number}")
         group.exactly("parameters", "options")
         group.object("options")
-        for name in group.list_of("parameters", _is_text, "names"):
+        for name in group.list_of("parameters", lambda n: isinstance(n, str), "names"):
             if name in names:
                 raise CheckpointError(f"{where}: {shown(name)} is in its groups more than once")
             names.add(name)

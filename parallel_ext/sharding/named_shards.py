@@ -72,8 +72,6 @@ def to_shards(model: nn.Module) -> None:
     """
     for _, module in _named_modules(model):
         if hasattr(type(module), "reshard"):
-            vars(module).get("before_reshard", _nothing)()
+            if "before_reshard" in vars(module):
+                module.before_reshard()
             module.reshard()
-
-
-def _nothing() -> None: ...
