@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -338,7 +339,7 @@ def _range(of_ranks: Iterable[int]) -> tuple[int, int]:
 def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
     """Return ranks of which one holds the most, and one the least: rank 0, others, the last one.
 
-    Others are those that hold more than rank 0 or less than the last one of anything. If all ranks
+    Others are those that no rank outdoes in all that it holds, or that outdo none. If all ranks
     hold as much, rank 0 stands for them.
     """
     tensors = {replace(tensor, name="") for tensor in layout.tensors.values()}
@@ -350,14 +351,22 @@ def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
             tokens[rank % mesh.tp_size],
         )
 
-    with_sizes = {sizes(rank): rank for rank in range(mesh.period)}
-    most, least = sizes(0), sizes(mesh.period - 1)
+    last = mesh.world_size - 1
+    ranks = {sizes(rank): rank for rank in range(mesh.period)} | {sizes(last): last, sizes(0): 0}
+    if len(ranks) == 1:
+        return [0]
     others = [
         rank
-        for each, rank in with_sizes.items()
-        if not all(a >= b >= c for a, b, c in zip(most, each, least, strict=True))
+        for held, rank in ranks.items()
+        if 1
+        in (sum(_covers(each, held) for each in ranks), sum(_covers(held, each) for each in ranks))
     ]
-    return [0] if len(with_sizes) == 1 else [0, *others, mesh.world_size - 1]
+    return sorted({0, *others, last})
+
+
+def _covers(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Tell whether no number of ``a`` is below that of ``b``."""
+    return all(map(operator.ge, a, b))
 
 
 @lru_cache(maxsize=1)  # for all layouts of a plan
