@@ -58,6 +58,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
+    if state.generates and state.forwards_together:
+        _cut_to_ids(inputs)
     arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
     labels = None if classifies else inputs.pop("labels", None)
@@ -100,6 +102,19 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if apart:  # an evaluation, unless somebody goes backward from it
         refuse_backward_apart(state, output)
     return output if want_dict else _as_tuple(output)
+
+
+def _cut_to_ids(inputs: dict[str, Any]) -> None:
+    """Cut what ``generate`` without a cache lengthens further on a rank that has finished.
+
+    Such a rank runs the forwards that others need, and its ids stay as they are.
+    """
+    ids = inputs.get("input_ids")
+    if ids is None or any(inputs.get(name) is not None for name in ("cache", "past_key_values")):
+        return
+    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        if isinstance(inputs.get(name), torch.Tensor):
+            inputs[name] = inputs[name][..., : ids.size(1)]
 
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:

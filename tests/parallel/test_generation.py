@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,18 +186,20 @@ def test_adapters_of_peft_take_part() -> None:
         assert ours == expected
 
 
-def _of_other_lengths() -> tuple[list, list]:
+def _of_other_lengths(use_cache: bool) -> list[list]:
     tiny, mesh = TinyMixtral(), Layout(2, 1, 2).mesh()
     reference = tiny.model().eval()
     model = parallel(reference, mesh)
     arguments = {**_prompt(tiny.vocab_size), "do_sample": False, "eos_token_id": None}
-    arguments["max_new_tokens"] = 7 - 4 * mesh.dp_rank
-    expected = reference.generate(**arguments)
-    return expected.tolist(), px.generate(model, **arguments).tolist()
+    arguments |= {"max_new_tokens": 7 - 4 * mesh.dp_rank, "use_cache": use_cache}
+    runs = reference.generate, model.generate, partial(px.generate, model)
+    return [run(**arguments).tolist() for run in runs]
 
 
-def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others() -> None:
-    for expected, ours in pool(2).run(_of_other_lengths):
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others(use_cache: bool) -> None:
+    for expected, huggingface, ours in pool(2).run(_of_other_lengths, use_cache):
+        assert huggingface == expected
         assert ours == expected
 
 
