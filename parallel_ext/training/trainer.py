@@ -159,6 +159,12 @@ class TrainerMixin(TrainerFiles):
         with temporarily(self.args, gradient_accumulation_steps=of_job):
             return super()._get_train_sampler(*args, **kwargs)
 
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sampler of an evaluation, which groups the rows of all dp ranks' batches."""
+        of_job = self.args.per_device_eval_batch_size * self._mesh.dp_size
+        with temporarily(self.args, per_device_eval_batch_size=of_job):
+            return super()._get_eval_sampler(*args, **kwargs)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return this rank's share of the operations, which the trainer adds up over all ranks."""
         return super().floating_point_ops(inputs) / self.get_tp_size()

@@ -511,12 +511,15 @@ def test_a_sampler_draws_one_order_on_all_ranks() -> None:
     assert of_first != of_second  # the noise of ranks stays their own
 
 
-def _rows_that_are_grouped(job: Job, folder: Path) -> int:
+def _rows_that_are_grouped(job: Job, folder: Path) -> tuple[int, int]:
+    """Of a step, and of a batch of an evaluation."""
     with world():
-        return made(job, folder)[0]._get_train_sampler().batch_size
+        trainer, _ = made(job, folder)
+        evaluated = trainer._get_eval_sampler(trainer.eval_dataset)
+        return trainer._get_train_sampler().batch_size, evaluated.batch_size
 
 
-def test_rows_are_grouped_by_length_in_steps_of_the_job(tmp_path: Path) -> None:
+def test_rows_are_grouped_by_length_in_steps_and_batches_of_the_job(tmp_path: Path) -> None:
     job = JOBS["dp 2, rows by length"]
     plain = pool(1).run(_rows_that_are_grouped, job.plain, tmp_path)
     assert pool(2).run(_rows_that_are_grouped, job, tmp_path) == 2 * plain
