@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,32 @@ from parallel_ext.sharding._torch_private import disable_compiler, input_hooks
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """What a forward knows before the class's own runs.
+
+    Attributes:
+        inputs: what the class's own is called with.
+        arguments: all of the call, options of the loss among them.
+        options: those of the loss.
+        labels: of which the loss is computed behind the class's own; None where there are none, or
+            the class computes it.
+        call: how the loss is computed, with labels.
+        shared: labels of a class that classifies, of whose loss dp ranks have shares.
+        apart: whether a backward from it is to be refused.
+        returns_dict: whether the output is one.
+    """
+
+    inputs: dict[str, Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    labels: torch.Tensor | None
+    call: LossCall | None
+    shared: torch.Tensor | None
+    apart: bool
+    returns_dict: bool
+
+
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own forward after the inputs were compared, then compute the loss.
 
@@ -52,6 +79,27 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     attention mask there. A class that classifies has no sharded logits and keeps its labels.
     """
     state: ParallelState = getattr(model, STATE_NAME)
+    begun = _begin(model, state, args, kwargs)
+    call, arguments = begun.call, begun.arguments
+    with running(call), _counted_if_trained(model, state):
+        output = type(model).forward(model, **begun.inputs, return_dict=True)
+    if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
+        output.aux_loss = _share_of_balance(state, output, arguments)
+    if call is not None:
+        output = _with_loss(model, state, call, output, begun.labels, arguments, begun.options)
+    elif begun.shared is not None:
+        trained = _trained_over_dp(model, state)
+        output.loss = share_of_loss(output.loss, begun.shared, state.mesh, trained)
+    if begun.apart:  # an evaluation, unless somebody goes backward from it
+        refuse_backward_apart(state, output)
+    return output if begun.returns_dict else _as_tuple(output)
+
+
+@disable_compiler
+def _begin(
+    model: nn.Module, state: ParallelState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Begun:
+    """Check the call of a forward, on all ranks where they must agree."""
     # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
@@ -91,17 +139,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
     if shared is not None:
         inputs["labels"] = with_a_label(shared)
-    with running(call), _counted_if_trained(model, state):
-        output = type(model).forward(model, **inputs, return_dict=True)
-    if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
-        output.aux_loss = _share_of_balance(state, output, arguments)
-    if call is not None:
-        output = _with_loss(model, state, call, output, labels, arguments, options)
-    elif shared is not None:
-        output.loss = share_of_loss(output.loss, shared, state.mesh, _trained_over_dp(model, state))
-    if apart:  # an evaluation, unless somebody goes backward from it
-        refuse_backward_apart(state, output)
-    return output if want_dict else _as_tuple(output)
+    return _Begun(inputs, arguments, options, labels, call, shared, apart, want_dict)
 
 
 def _cut_to_ids(inputs: dict[str, Any]) -> None:
@@ -171,6 +209,7 @@ def _head_takes_own_tokens(
     return isinstance(keep, int) and keep == 0 and not any(map(is_of_others, hooks))
 
 
+@disable_compiler
 def _with_loss(
     model: nn.Module,
     state: ParallelState,
@@ -200,8 +239,7 @@ def _with_loss(
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         return type(output)(**fields)
     trained = type(output)(**fields)
-    if not torch.compiler.is_compiling():
-        object.__setattr__(trained, "logits", NoLogits())  # beside the items
+    object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
 
 
@@ -353,7 +391,6 @@ def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str
     return bool(model.config.output_router_logits if asked is None else asked)
 
 
-@disable_compiler
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:
     """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
     return state.replicas_over_dp.now(model) if _compares_over_dp(model, state) else None

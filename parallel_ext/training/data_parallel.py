@@ -28,7 +28,7 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
-from parallel_ext.sharding._torch_private import tree_leaves
+from parallel_ext.sharding._torch_private import disable_compiler, tree_leaves
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import from_each_rank
@@ -317,6 +317,7 @@ class _BeforeForward:
     def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
         self._state, self._parameters = state, parameters
 
+    @disable_compiler
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.fsdp_gradients.backward_broke_off():
             self._state.fsdp_gradients.reset()
@@ -335,6 +336,7 @@ class _AfterForward:
     def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
         self._state, self._parameters, self._remembered = state, parameters, False
 
+    @disable_compiler
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
         if not self._remembered:
             self._remembered = True
