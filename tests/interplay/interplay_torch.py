@@ -694,7 +694,7 @@ def counted(model: nn.Module, batch: dict[str, Any]) -> int:
     return counter.get_total_flops()
 
 
-@exact("torch.compile", how="of a model with graph breaks; of a decoder layer without")
+@exact("torch.compile", how="of a model but for checks and loss; of a layer without graph breaks")
 def compiled(trial: Trial) -> None:
     loss = trial.reference(**trial.whole).loss
     close(torch.compile(trial.model, backend="eager")(**trial.whole).loss, loss)

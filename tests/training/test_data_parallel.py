@@ -138,6 +138,29 @@ def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
     assert_within(pool(4).run(_accumulated, tiny, zero, checkpointing))
 
 
+def _compiled() -> tuple[dict[str, float], list[int]]:
+    """Differences from one process after some steps, and frames compiled after each."""
+    reference, model, mesh = spread(Tiny(), Layout(2, 1, 1), 2)
+    whole, own = own_batch(Tiny(), mesh)
+    runs = (reference, whole), (torch.compile(model, backend="eager"), own)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    frames = []
+    for _ in range(4):
+        for (run, tokens), optimizer in zip(runs, optimizers, strict=True):
+            optimizer.zero_grad()
+            run(**tokens).loss.backward()
+            optimizer.step()
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    full = {name: p.detach() for name, p in reference.named_parameters()}
+    return shard_differences(model, full, gradients=False), frames
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    for differences, (_, second, *later) in pool(2).run(_compiled):
+        assert max(differences.values()) < 1e-5
+        assert later == [second, second]
+
+
 def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
     """Whether all weights change when the optimizer is built late; differences from one process."""
     reference, model, mesh = spread(Tiny(), Layout(2, 1, 1), zero)
