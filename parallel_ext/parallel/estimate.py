@@ -355,12 +355,13 @@ def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
     ranks = {sizes(rank): rank for rank in range(mesh.period)} | {sizes(last): last, sizes(0): 0}
     if len(ranks) == 1:
         return [0]
-    others = [
-        rank
-        for held, rank in ranks.items()
-        if 1
-        in (sum(_covers(each, held) for each in ranks), sum(_covers(held, each) for each in ranks))
-    ]
+
+    def stands_out(held: tuple[int, ...]) -> bool:
+        above = [each for each in ranks if _covers(each, held)]
+        below = [each for each in ranks if _covers(held, each)]
+        return above == [held] or below == [held]
+
+    others = [rank for held, rank in ranks.items() if stands_out(held)]
     return sorted({0, *others, last})
 
 
