@@ -106,8 +106,6 @@ def _begin(
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
-    if state.generates and state.forwards_together:
-        _cut_to_ids(inputs)
     arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
     labels = None if classifies else inputs.pop("labels", None)
@@ -140,19 +138,6 @@ def _begin(
     if shared is not None:
         inputs["labels"] = with_a_label(shared)
     return _Begun(inputs, arguments, options, labels, call, shared, apart, want_dict)
-
-
-def _cut_to_ids(inputs: dict[str, Any]) -> None:
-    """Cut what ``generate`` without a cache lengthens further on a rank that has finished.
-
-    Such a rank runs the forwards that others need, and its ids stay as they are.
-    """
-    ids = inputs.get("input_ids")
-    if ids is None or any(inputs.get(name) is not None for name in ("cache", "past_key_values")):
-        return
-    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
-        if isinstance(inputs.get(name), torch.Tensor):
-            inputs[name] = inputs[name][..., : ids.size(1)]
 
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:

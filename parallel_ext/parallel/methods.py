@@ -70,6 +70,22 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
         return type(model).generate(model, *args, **kwargs)
 
 
+def prepare_inputs_for_generation(
+    model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Prepare the next forward of ``generate`` as the class does, from inputs of one length.
+
+    A rank that has finished runs the forwards that other dp ranks need. Its ids stay as they are,
+    but the masks and positions beside them grow, and without a cache they would meet.
+    """
+    cached = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+    if state_of(model).forwards_together and not cached and kwargs.get("inputs_embeds") is None:
+        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name][..., : input_ids.size(1)]
+    return type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+
+
 @contextmanager
 def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
     """Run the block with the first tp rank's random state on every tp rank.

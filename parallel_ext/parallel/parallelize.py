@@ -174,7 +174,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     mesh = plan.mesh
     for function in (
         *(forward, methods.generate, methods.save_pretrained, methods.num_parameters),
-        methods.get_memory_footprint,
+        *(methods.get_memory_footprint, methods.prepare_inputs_for_generation),
         resize_token_embeddings,
     ):
         name = function.__name__

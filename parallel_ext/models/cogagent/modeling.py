@@ -381,11 +381,6 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         """Prepare the inputs of one step; images are passed only until a cache has read them."""
         cache = the_cache(cache, past_key_values)
         cached = cache is not None and cache.get_seq_length() > 0
-        if not cached and kwargs.get("inputs_embeds") is None:
-            # A row that waits for other ranks gets no tokens any more, but a longer mask.
-            for name in ("token_type_ids", "attention_mask", "position_ids"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = kwargs[name][:, : input_ids.shape[1]]
         inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: cache}, **kwargs)
         if cached:
             inputs = {**inputs, "images": None, "cross_images": None}
