@@ -34,6 +34,7 @@ from parallel_ext.sharding.reshard import bytes_of
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
+HASHES = "parallel_ext.xxh3_128"  # the key there of ``io.header_hashes``
 _CHUNK_BYTES = 16 << 20  # of a file without hashes
 _MAX_DIMENSIONS = 64
 _LARGEST = 2**63 - 1  # no file is longer
@@ -82,6 +83,7 @@ class SafetensorsFile:
     Attributes:
         tensors: what the file holds, by name.
         metadata: the strings by name that the header holds beside.
+        hashes: those of the tensors that the header keeps, as it does so; empty if it has none.
         chunk_bytes: of the chunks in which it is read.
 
     Raises:
@@ -100,6 +102,7 @@ class SafetensorsFile:
         self._rooms: list[memoryview] = []  # for bytes that nobody wants, one for each thread
         self._opening = threading.Lock()
         self.metadata: dict[str, str] = {}
+        self.hashes = ""
         self.tensors: dict[str, TensorEntry] = {}
         try:
             size = self._found.st_size
@@ -156,7 +159,7 @@ class SafetensorsFile:
         metadata = described.pop(METADATA, {})
         if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
             raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {shown(metadata)}")
-        self.metadata = metadata
+        self.metadata, self.hashes = metadata, metadata.pop(HASHES, "")
         tensors = {name: self._entry(name, value, data_start) for name, value in described.items()}
         self._check_coverage(tensors, data_start, size)
         return tensors

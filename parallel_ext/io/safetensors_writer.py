@@ -15,7 +15,8 @@ import torch
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import disk
 from parallel_ext.io.hashing import ChunkHasher, FileRecord
-from parallel_ext.io.safetensors_reader import DTYPES, LENGTH_BYTES, METADATA
+from parallel_ext.io.header_hashes import PartHasher, in_header
+from parallel_ext.io.safetensors_reader import DTYPES, HASHES, LENGTH_BYTES, METADATA
 from parallel_ext.sharding.reshard import bytes_of
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -68,8 +69,8 @@ class SafetensorsWriter:
         tensors: what will be appended, in this order. With wider dtypes first every tensor is
             aligned.
         metadata: added to the header's ``__metadata__``, which always says ``format: pt``.
-        chunk_bytes: of the chunks in which what is written is hashed, for ``record()``; None for no
-            hashes.
+        chunk_bytes: of the chunks in which what is written is hashed, for ``record()``; None for
+            hashes of the tensors in the header.
 
     Raises:
         CheckpointError: a dtype that the format does not know, or a name that occurs twice.
@@ -84,16 +85,23 @@ class SafetensorsWriter:
         chunk_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
-        header = self._header(tensors, metadata or {})
         # Tensors without elements take no bytes, so nothing of them is ever appended.
         self._expected = [spec for spec in tensors if spec.num_bytes]
         self._rest = self._expected[0].num_bytes if self._expected else 0  # of the first of them
-        self._hasher = None if chunk_bytes is None else ChunkHasher(chunk_bytes)
+        kept: dict[str, str] = {}
+        if chunk_bytes is None:
+            self._hasher = PartHasher(1 + len(self._expected))
+            kept[HASHES] = self._hasher.text()
+        else:
+            self._hasher = ChunkHasher(chunk_bytes)
+        header = self._header(tensors, {**(metadata or {}), **kept})
+        self._hashes_at = header.find(in_header(kept[HASHES])) if kept else 0
         self._file = disk.create(self.path)
         self._offset = 0
         try:
             disk.reserve(self._file, len(header) + sum(spec.num_bytes for spec in tensors))
             self._write(memoryview(header))
+            self._hasher.end_part()
         except BaseException:
             self.abandon()
             raise
@@ -129,8 +137,7 @@ class SafetensorsWriter:
     def _write(self, memory: memoryview) -> None:
         disk.write(self._file, memory, self._offset)
         self._offset += len(memory)
-        if self._hasher is not None:
-            self._hasher.update(memory)
+        self._hasher.update(memory)
 
     def append(self, name: str, rows: torch.Tensor) -> None:
         """Write the next rows, in dimension 0, of the tensor that the header lists next.
@@ -155,6 +162,7 @@ class SafetensorsWriter:
         self._write(bytes_of(rows.contiguous()))
         self._rest -= rows.nbytes
         if self._rest == 0:
+            self._hasher.end_part()
             self._expected.pop(0)
             self._rest = self._expected[0].num_bytes if self._expected else 0
 
@@ -170,6 +178,8 @@ class SafetensorsWriter:
                 raise CheckpointError(
                     f"{self.path}: closed before {self._expected[0].name} was written"
                 )
+            if self._hashes_at:
+                disk.write(self._file, memoryview(in_header(self._hasher.text())), self._hashes_at)
             disk.sync(self._file)
 
     def record(self) -> FileRecord:

@@ -127,14 +127,34 @@ def test_verify_finds_one_changed_byte(
     assert "hash" in wrong
 
 
-def test_verify_finds_a_model_that_is_cut_short(
+def test_verify_compares_a_model_with_the_hashes_in_its_file(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = shutil.copytree(saved / "two" / "model", tmp_path / "copy")
-    assert _json(capsys, 0, "verify", model)["kind"] == "HuggingFace model"
+    found = _json(capsys, 0, "verify", model)
+    assert found["kind"] == "HuggingFace model"
+    assert found["checked"] == "every byte of its tensors is that which was written"
     file = next(model.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "truncated" in _json(capsys, 1, "verify", model)["wrong"]
+    content = file.read_bytes()
+    for damaged, words in (
+        (content[:-1] + bytes([content[-1] ^ 1]), "is damaged: its hash is"),
+        (content[:-1], "truncated"),
+    ):
+        file.write_bytes(damaged)
+        assert words in _json(capsys, 1, "verify", model)["wrong"]
+
+
+def test_verify_says_how_many_files_have_hashes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    px.parallelize(TINY.model(), px.init_mesh()).save_pretrained(tmp_path, max_shard_size="10KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    words = f"{len(files) - 1} of {len(files)} hold hashes, and are those that were written"
+    for rewritten, expected in ((files[:1], words), (files[1:], "there are no hashes")):
+        for file in rewritten:
+            save_file(load_file(file), file, {"format": "pt"})
+        assert expected in _json(capsys, 0, "verify", tmp_path)["checked"]
 
 
 def test_a_step_without_commit_is_not_complete(

@@ -13,7 +13,8 @@ import torch
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import places
-from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.header_hashes import check_tensors
+from parallel_ext.io.safetensors_reader import HASHES, SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.schema import to_json
 from parallel_ext.sharding.layout import Box, box_shape
@@ -97,7 +98,8 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path: Path, dtype: torc
     assert loaded.keys() == tensors.keys()
     assert all(_same_bits(loaded[name], tensor) for name, tensor in tensors.items())
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata().keys() == {"format", HASHES}
+        assert file.metadata()["format"] == "pt"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,43 @@ def test_the_writer_refuses_what_its_header_does_not_say(tmp_path: Path) -> None
         writer.append("a", torch.ones(2))
     with pytest.raises(CheckpointError, match="name that occurs twice"):
         SafetensorsWriter(tmp_path / "twice", [specs[0], specs[0]])
+
+
+def test_every_changed_byte_of_a_file_of_a_model_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    _write(path, {"a": torch.randn(3, 4), "none": torch.empty(0, 4), "b": torch.ones(3).half()})
+    content = path.read_bytes()
+    read: list[int] = []
+    with SafetensorsFile(path) as file:
+        assert check_tensors(file, read.append)
+        assert file.metadata == {"format": "pt"}
+    assert sum(read) == 48 + 6
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        found = False
+        try:
+            with SafetensorsFile(path) as file:
+                found = check_tensors(file)
+        except CheckpointError as error:
+            assert str(path) in str(error)  # noqa: PT017
+        assert not found, place
+
+
+def test_hashes_that_another_program_kept_are_told_from_damage(tmp_path: Path) -> None:
+    path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(3)}
+    _write(path, tensors)
+    with safetensors.safe_open(path, "pt") as file:
+        kept = file.metadata()
+    for metadata in (kept, kept | {HASHES: "x"}, kept | {HASHES: '"\n'}):
+        safetensors.torch.save_file(tensors, other, metadata)
+        with (
+            SafetensorsFile(other) as file,
+            pytest.raises(CheckpointError, match="another program wrote the file and kept them"),
+        ):
+            check_tensors(file)
 
 
 def test_another_file_in_the_place_of_one_that_was_closed_is_refused(tmp_path: Path) -> None:
