@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import Contents, contents_of
 from parallel_ext.checkpoint.steps import latest_save, manifest_of_step, name_of_step, step_of_name
 from parallel_ext.checkpoint.verify import read_small_files
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import one_error, shown
@@ -123,10 +122,9 @@ def load_checkpoint(
 def _warn_of_other_bits(manifest: Manifest, path: Path, own: str) -> None:
     saved = manifest.saved_by.get("bits")
     if saved and saved != own:
-        warnings.warn(
+        warn_user(
             f"{path} was trained with {shown(saved)}, and resumes with {own or 'ordinary sums'}: "
-            "to rounding the same training, not in bits",
-            stacklevel=3,
+            "to rounding the same training, not in bits"
         )
 
 

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -16,7 +15,7 @@ from functools import cache
 from io import FileIO
 from pathlib import Path
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.distributed.hosts import machine
 from parallel_ext.io import disk
 from parallel_ext.io.safe_open import shown
@@ -114,10 +113,9 @@ def _watch(path: Path, holder: str) -> None:
         time.sleep(_BEAT_S / 8)
         if _touched(path) != begin:
             raise _busy(path, holder)
-    warnings.warn(
+    warn_user(
         f"{path.parent}: the lock of {shown(holder.strip())} is taken over, since nobody has "
-        f"touched it for {_WATCH_S:g} s",
-        stacklevel=2,
+        f"touched it for {_WATCH_S:g} s"
     )
 
 
@@ -131,7 +129,7 @@ def _beat(file: FileIO, path: Path, finished: threading.Event) -> None:
         try:
             disk.touch(file)
         except OSError as error:
-            warnings.warn(f"{path} cannot be touched: {error}", stacklevel=2)
+            warn_user(f"{path} cannot be touched: {error}")
             return
 
 
@@ -144,7 +142,7 @@ def _release(file: FileIO, path: Path) -> None:
         if not file.closed and _is_at(file, path):
             disk.remove(path)
     except OSError as error:
-        warnings.warn(f"{path} could not be removed; the next save does it: {error}", stacklevel=2)
+        warn_user(f"{path} could not be removed; the next save does it: {error}")
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -120,11 +120,11 @@ class Manifest:
             raise CheckpointError(
                 f"{path}: chunk_bytes must be from {_MIN_CHUNK} to {_MAX_CHUNK}, got {chunk_bytes}"
             )
-        files = {
-            name: _record(Fields(value, f"{path}: {shown(name)}"), chunk_bytes)
-            for name, value in fields.object("files").items()
-            if _named_plainly(name, path)
-        }
+        files = {}
+        for name, value in fields.object("files").items():
+            if not FILE_NAME.fullmatch(name) or name in (STATE_FOLDER, MANIFEST_NAME, COMMIT_NAME):
+                raise CheckpointError(f"{path}: {shown(name)} is no name of a file of a checkpoint")
+            files[name] = _record(Fields(value, f"{path}: {shown(name)}"), chunk_bytes)
         for name in (LOOP_NAME, RNG_NAME):
             if name not in files:
                 raise CheckpointError(f"{path}: {name} is not among the files")
@@ -236,12 +236,6 @@ def bits_of(invariant: Invariant | None, device: torch.device) -> str:
         f"px.{invariant}, torch {torch.__version__}, {processor} and float32 products of "
         f"{torch.get_float32_matmul_precision()} precision"
     )
-
-
-def _named_plainly(name: str, path: Path) -> bool:
-    if not FILE_NAME.fullmatch(name) or name in (STATE_FOLDER, MANIFEST_NAME, COMMIT_NAME):
-        raise CheckpointError(f"{path}: {shown(name)} is no name of a file of a checkpoint")
-    return True
 
 
 def _record(fields: Fields, chunk_bytes: int) -> FileRecord:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy
 import torch
 import xxhash
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -169,9 +168,8 @@ def reseed(saved: Mapping[str, Any], step: int, mesh: Mesh) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     if mesh.rank == 0:
-        warnings.warn(
+        warn_user(
             f"the checkpoint was saved on {saved['mesh']} and is loaded on {mesh_sizes(mesh)}: "
             "the random numbers cannot be resumed, so every rank was seeded again from the "
-            "saved seed, the step and its rank",
-            stacklevel=3,
+            "saved seed, the step and its rank"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from parallel_ext.checkpoint.manifest import (
     number_of_save,
     read_manifest,
 )
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.io import disk
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.schema import read_content
@@ -282,10 +281,7 @@ def prune(
             disk.sync_path(root)
         remove_leftovers(root)
     except OSError as error:
-        warnings.warn(
-            f"{root}: step {saved} is saved, but old steps could not be removed: {error}",
-            stacklevel=2,
-        )
+        warn_user(f"{root}: step {saved} is saved, but old steps could not be removed: {error}")
 
 
 def remove_leftovers(root: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
 from parallel_ext.distributed.control import ControlPlane
+from parallel_ext.distributed.errors import warn_user
 
 _NICE = 10  # of 19: training comes first where there are fewer cores than threads
 
@@ -51,7 +51,7 @@ class Background:
                 work(self._control)
             except Exception as error:
                 self._failure = error
-                warnings.warn(f"in the background: {error}", stacklevel=2)
+                warn_user(f"in the background: {error}")
 
         thread = threading.Thread(target=run, name=op_name)
         thread.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -39,6 +41,14 @@ def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
     shown = texts[:most]
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return between.join([*shown, *more])
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line outside this package, nearest on the stack, that led to here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "parallel_ext":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def check_positive(what: str, value: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -23,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from parallel_ext.distributed.errors import warn_user
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.temporarily import temporarily
 
@@ -160,11 +160,10 @@ def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     if known or size is None or data_loader.drop_last:
         return data_loader
     if data_loader.num_workers > 0:
-        warnings.warn(
+        warn_user(
             "worker processes read an IterableDataset without a length, so the rows that fill up "
             "its last batch count as if it had them; num_workers=0, drop_last=True or a __len__ of "
-            "the dataset avoid it",
-            stacklevel=2,
+            "the dataset avoid it"
         )
     counted = copy(data_loader)
     vars(counted)["dataset"] = CountedRows(dataset, size * processes)  # a loader lets nobody set it

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from io import FileIO
 from pathlib import Path
 
 from parallel_ext import _C
+from parallel_ext.distributed.errors import warn_user
 
 _MUCH_BYTES = 1 << 20
 
@@ -118,7 +118,7 @@ def discard(path: Path) -> None:
         elif os.path.lexists(path):
             remove(path)
     except OSError as error:
-        warnings.warn(f"{path} is not needed, but could not be removed: {error}", stacklevel=3)
+        warn_user(f"{path} is not needed, but could not be removed: {error}")
 
 
 def write_file(path: Path, content: bytes) -> None:

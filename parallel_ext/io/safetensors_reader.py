@@ -34,7 +34,7 @@ from parallel_ext.sharding.reshard import bytes_of
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
-HASHES = "parallel_ext.xxh3_128"  # the key there of ``io.header_hashes``
+HASHES = "parallel_ext_xxh3_128"  # the key there of ``io.header_hashes``
 _CHUNK_BYTES = 16 << 20  # of a file without hashes
 _MAX_DIMENSIONS = 64
 _LARGEST = 2**63 - 1  # no file is longer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 import xxhash
 
 from parallel_ext.distributed.control import ControlPlane
-from parallel_ext.distributed.errors import first_few
+from parallel_ext.distributed.errors import first_few, warn_user
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
 from parallel_ext.io.progress import progress_bar
@@ -307,9 +306,7 @@ def warn_of_non_finite(counts: Sequence[Counter[str]], op_name: str, control: Co
     def warn() -> None:
         if control.rank == 0:
             shown = first_few([f"{name} ({count})" for name, count in found.most_common()], 8)
-            warnings.warn(
-                f"{op_name}: {found.total()} values are NaN or infinite: {shown}", stacklevel=5
-            )
+            warn_user(f"{op_name}: {found.total()} values are NaN or infinite: {shown}")
 
     if found:
         control.run_on_all(op_name, warn)  # which a filter may make an error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.distributed.errors import warn_user
 from parallel_ext.lora._peft_private import move_to_base
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.lora.seeds import draw_by_name, key_of
@@ -151,9 +151,8 @@ class AdaptedLinear(Adapted):
         bias = None
         if config.lora_bias:
             if base.bias is None:
-                warnings.warn(
-                    f"lora_bias=True, but {target} has no bias, so the adapter cannot be merged",
-                    stacklevel=2,
+                warn_user(
+                    f"lora_bias=True, but {target} has no bias, so the adapter cannot be merged"
                 )
             bias = shard_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from parallel_ext.distributed.errors import warn_user
 from parallel_ext.lora.files import check_adapters, parallel_state
 from parallel_ext.nn.lora import KeptParameters, low_rank_product
 from parallel_ext.parallel.state import ParallelState
@@ -119,7 +119,7 @@ class Mergeable(nn.Module, LoraLayer):
             RuntimeError: the base was changed since it was merged, which would be lost.
         """
         if not self.merged:
-            warnings.warn("unmerge: nothing is merged", stacklevel=2)
+            warn_user("unmerge: nothing is merged")
         self._kept.put_back(self.get_base_layer())
         self.merged_adapters.clear()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import transformers
 from torch import nn
 
+from parallel_ext.distributed.errors import warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.models._transformers_private import is_input_hook
 from parallel_ext.parallel import methods
@@ -194,8 +194,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
 def _warn_of_uneven_vocabulary(plan: Plan) -> None:
     rows = [stop - start for start, stop in plan.vocab_ranges]
     if plan.mesh.rank == 0 and len(set(rows)) > 1:
-        warnings.warn(
+        warn_user(
             f"the vocabulary of {sum(rows)} rows is not divisible by tp={plan.mesh.tp_size}: "
-            f"the ranks hold {', '.join(map(str, rows))} rows. Results and files are exact",
-            stacklevel=3,
+            f"the ranks hold {', '.join(map(str, rows))} rows. Results and files are exact"
         )

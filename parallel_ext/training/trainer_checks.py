@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import transformers
 
+from parallel_ext.distributed.errors import warn_user
 from parallel_ext.parallel.state import is_parallel, state_of
 
 OLDEST = (5, 23)
@@ -135,11 +135,10 @@ def check_served(trainer: transformers.Trainer) -> None:
     own = (each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     owner = next((c.__name__ for c in own if c.__module__.split(".")[0] not in _PACKAGES), None)
     if owner is not None and mesh.dp_size > 1:
-        warnings.warn(
+        warn_user(
             f"{name}: what compute_loss of {owner} returns is averaged over the dp ranks, however "
             "many labels each has; compute_loss_func= is given num_items_in_batch, by which the "
-            "loss is that of one process",
-            stacklevel=4,
+            "loss is that of one process"
         )
 
 
