@@ -7,6 +7,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+# By whose functions a user's line may have led here.
+_PACKAGES = ("parallel_ext", "torch", "transformers", "accelerate", "peft", "trl")
+
 
 class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
     """A function that every rank must call was not called by all of them in time."""
@@ -44,9 +47,9 @@ def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line outside this package, nearest on the stack, that led to here."""
+    """Warn at the line, nearest on the stack, that is neither ours nor of what we extend."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "parallel_ext":
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 

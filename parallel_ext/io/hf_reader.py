@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -257,6 +258,20 @@ class HFDirectory:
                     "--filled-padding` removes these rows"
                 )
         self.shapes.update(longer)
+
+    def drop_layers(self, layers: str, number: int) -> int:
+        """Leave out the layers from a number on; return how many the files have.
+
+        Args:
+            layers: path of the layers in the model.
+            number: of the first layer that is left out.
+        """
+        of_layer = re.compile(rf"{re.escape(layers)}\.(\d+)\.")
+        found = {name: int(match[1]) for name in self.shapes if (match := of_layer.match(name))}
+        for name, index in found.items():
+            if index >= number:
+                del self.shapes[name]
+        return 1 + max(found.values(), default=-1)
 
     def _first_filled_row(self, name: str, start: int) -> int | None:
         """Return the first row from ``start`` on that is not all zeros; None if there is none."""

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.errors import CheckpointError, check_positive
+from parallel_ext.distributed.errors import CheckpointError, check_positive, warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
@@ -69,7 +69,8 @@ def from_pretrained(
         trust_remote_code: permission to run code beside the files, which is never done: True is
             refused where they ask for other code than transformers' or this package's.
         config: that of the files with other options, such as ``attention_dropout``; the sizes stay
-            those of the files. None for that of the files.
+            those of the files, but for fewer layers: the first ones are loaded, with a warning.
+            None for that of the files.
         options: of :func:`parallelize`.
 
     Returns:
@@ -122,7 +123,9 @@ def from_pretrained(
         )
         parallelize(model, mesh, **options)
 
-        mesh.control.run_on_all(op_name, lambda: _check(directory, model, vocab_size))
+        mesh.control.run_on_all(
+            op_name, lambda: _check(directory, model, vocab_size, given is not None)
+        )
         layout = state_of(model).layout
         if dtype is None:
             dtype = _dtype_of(model, directory)
@@ -140,9 +143,15 @@ def _check(
     directory: HFDirectory,
     model: transformers.PreTrainedModel,
     vocab_size: int | None,
+    may_have_fewer_layers: bool,
 ) -> None:
     """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
     state = state_of(model)
+    if may_have_fewer_layers:
+        number = len(model.get_submodule(state.spec.layers))
+        in_files = directory.drop_layers(state.spec.layers, number)
+        if number < in_files and state.mesh.rank == 0:
+            warn_user(f"{directory.path}: the first {number} of {in_files} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
     directory.check(state.layout.in_files(), state.spec.vocabulary)

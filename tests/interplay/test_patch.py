@@ -1078,9 +1078,13 @@ def test_options_of_the_configuration_count(tmp_path: Path, cls: Any) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
     with _patched(1):
         model = cls.from_pretrained(
-            tmp_path, attention_dropout=0.25, attn_implementation="eager", device_map=None
+            tmp_path,
+            attention_dropout=0.25,
+            attn_implementation="eager",
+            device_map=None,
+            num_hidden_layers=1,
         )
     assert "parallel_ext_local_shards" in dict(model.named_children())
-    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    assert [each.self_attn.attention_dropout for each in model.model.layers] == [0.25]
     assert model.config._attn_implementation == "eager"
     assert isinstance(model, _Own) == (cls is _Own)

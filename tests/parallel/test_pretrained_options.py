@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from ranks import pool
 from reference import Tiny, mesh_of
+from reference_mixtral import TinyMixtral
 
 import parallel_ext as px
 from parallel_ext.io.hf_reader import HFDirectory
@@ -97,6 +100,26 @@ def test_huggingfaces_words_for_nothing_change_nothing(folder: Path) -> None:
     model = px.from_pretrained(folder, px.init_mesh(), **nothing, **of_the_hub)
     for name, parameter in TINY.model().named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def _first_layer(folder: Path, tiny: Tiny | TinyMixtral) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder, num_hidden_layers=1)
+    words = f"{re.escape(str(folder))}: the first 1 of 3 layers are loaded"
+    with pytest.warns(UserWarning, match=words) if mesh_of().rank == 0 else nullcontext():
+        model = px.from_pretrained(folder, mesh_of(tp=2), config=config)
+    reference = tiny.model()
+    reference.load_state_dict(type(reference).from_pretrained(folder, config=config).state_dict())
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(model(ids, labels=ids).loss, reference(ids, labels=ids).loss)
+    full = px.full_state_dict(model, writer_only=False)
+    assert full.keys() == reference.state_dict().keys()
+    assert all(torch.equal(full[name], each) for name, each in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("tiny", [Tiny, TinyMixtral])
+def test_fewer_layers_than_in_the_files_are_the_first_ones(tmp_path: Path, tiny: Any) -> None:
+    tiny(dtype=torch.float32, layers=3).model().save_pretrained(tmp_path)
+    pool(2).run(_first_layer, tmp_path, tiny(dtype=torch.float32, layers=1))
 
 
 def test_a_revision_and_a_subfolder_of_the_hub_are_found_in_its_cache(
