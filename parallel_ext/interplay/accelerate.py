@@ -22,6 +22,7 @@ from parallel_ext.interplay.data_loaders import (
     dp_ranks_as_processes,
     drawn_together,
     keep_length,
+    refuse_unequal_numbers,
     seed_workers_of_dp_ranks,
     skip_first_batches,
     with_counted_rows,
@@ -65,6 +66,7 @@ def extend_accelerator() -> None:
     extend(Accelerator.prepare_scheduler, prepare_scheduler)
     extend(AcceleratedScheduler.step, step_scheduler)
     extend(Accelerator.no_sync, no_sync)
+    extend(Accelerator.join_uneven_inputs, join_uneven_inputs)
     extend(Accelerator.backward, backward)
     extend(Accelerator.clip_grad_norm_, clip_grad_norm_)
     extend(Accelerator.gather, gather)
@@ -210,6 +212,7 @@ def prepare_data_loader(
 
     Raises:
         NotImplementedError: ``dispatch_batches=True``, by which rank 0 cuts batches for processes.
+        ValueError: dp ranks under ``px.data_parallel`` would get unequal numbers of batches.
     """
     _find_mesh(self)
     if getattr(data_loader, "_is_accelerate_prepared", False):
@@ -217,6 +220,8 @@ def prepare_data_loader(
     mesh, of_models = _served(self), _meshes.get(self)
     if of_models is None or of_models.world_size == 1:
         return plain(self, data_loader, *args, **kwargs)
+    if any(state_of(model).zero is not None for model in parallel_models()):
+        refuse_unequal_numbers(self, data_loader, of_models.dp_size)
     dataset, processes = data_loader.dataset, 1 if self.split_batches else of_models.dp_size
     if mesh is not None or self.dispatch_batches is False:
         data_loader = with_counted_rows(data_loader, processes)
@@ -290,6 +295,26 @@ def no_sync(plain: Plain, self: Accelerator, model: nn.Module) -> AbstractContex
     if not is_parallel(model):
         return plain(self, model)
     return nullcontext() if state_of(model).trains_by_leaves else px_no_sync(model)
+
+
+def join_uneven_inputs(
+    plain: Plain, self: Accelerator, joinables: list[Any], even_batches: bool | None = None
+) -> AbstractContextManager[None]:
+    """Extend ``Accelerator.join_uneven_inputs`` to leave a parallel model alone, which needs none.
+
+    Raises:
+        NotImplementedError: dp ranks are to have unequal numbers of batches.
+    """
+    meshes = [state_of(each).mesh for each in joinables if is_parallel(each)]
+    if not meshes:
+        return plain(self, joinables, even_batches)
+    if even_batches is False and max(mesh.dp_size for mesh in meshes) > 1:
+        raise NotImplementedError(
+            "Accelerator.join_uneven_inputs(even_batches=False) would give dp ranks unequal "
+            "numbers of batches, but they call a parallel model equally often; leave even_batches "
+            "out, or pass drop_last=True to the data loader"
+        )
+    return nullcontext()
 
 
 def backward(plain: Plain, self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -150,6 +150,30 @@ class CountedRows(IterableDataset):
         return getattr(self.dataset, name)
 
 
+def refuse_unequal_numbers(accelerator: Accelerator, data_loader: DataLoader, dp_size: int) -> None:
+    """Raise if dp ranks would get unequal numbers of batches: one would wait for another's forward.
+
+    Raises:
+        ValueError: they would, by ``even_batches=False``.
+    """
+    batches = data_loader.batch_sampler
+    sized = not isinstance(data_loader.dataset, IterableDataset) and hasattr(batches, "__len__")
+    if accelerator.even_batches or not sized or getattr(batches, "drop_last", False):
+        return
+    if accelerator.split_batches:  # the last ranks have no row of a last batch that is short
+        of_rank = batches.batch_size // dp_size
+        last = len(batches.sampler) % batches.batch_size
+        unequal = 0 < last <= of_rank * (dp_size - 1)
+    else:
+        unequal = len(batches) % dp_size > 0
+    if unequal:
+        raise ValueError(
+            f"Accelerator.prepare_data_loader: even_batches=False would give the dp={dp_size} "
+            f"ranks unequal numbers of the {len(batches)} batches, but under px.data_parallel they "
+            "call forward equally often; leave it out, or pass drop_last=True to the data loader"
+        )
+
+
 def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     """Return a loader that knows at its end how many rows its last batch has.
 

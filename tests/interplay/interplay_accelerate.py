@@ -231,6 +231,55 @@ def dispatched(trial: Trial) -> None:
         accelerator.prepare(DataLoader(torch.arange(8)))
 
 
+@refused(
+    f"{A}.prepare_data_loader (even_batches=False, an unequal number for each dp rank)",
+    instead="pass drop_last=True to the data loader",
+    spreads=(Spread(1, 2, 2),),
+)
+def unequal_numbers(trial: Trial) -> None:
+    for split, rows in ((True, 6), (False, 9)):
+        config = DataLoaderConfiguration(even_batches=False, split_batches=split)
+        with accelerator_of(trial, dataloader_config=config) as accelerator:
+            equal = accelerator.prepare(trial.model, DataLoader(torch.arange(7), 4))[1]
+            close(len(list(equal)), 2 if split else 1)
+            dropping = DataLoader(torch.arange(rows), 4, drop_last=True)
+            close(len(list(accelerator.prepare(dropping))), 1)
+            try:
+                accelerator.prepare(DataLoader(torch.arange(rows), 4))
+            except ValueError as error:
+                if not split:
+                    raise
+                close("of the 2 batches" in str(error), True)
+            else:
+                raise AssertionError("unequal numbers of batches were not refused")
+
+
+@exact(
+    f"{A}.join_uneven_inputs",
+    how="no rank waits: data loaders give all of them as many batches",
+    spreads=(*TP, Spread(1, 2, 2)),
+)
+def join_uneven_inputs(trial: Trial) -> None:
+    on_gpus = mock.patch.object(Accelerator, "multi_device", True)  # where accelerate joins
+    with accelerator_of(trial) as accelerator, on_gpus:
+        model = accelerator.prepare(trial.model)
+        with accelerator.join_uneven_inputs([model]):
+            step(model, torch.optim.SGD(model.parameters(), lr=0.1), trial.own)
+    step(trial.reference, torch.optim.SGD(trial.reference.parameters(), lr=0.1), trial.whole)
+    trial.equal()
+
+
+@refused(
+    f"{A}.join_uneven_inputs (even_batches=False, dp > 1)",
+    instead="drop_last=True",
+    spreads=(Spread(1, 2, 2),),
+)
+def join_unequal_numbers(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        models = [accelerator.prepare(trial.model)]
+        accelerator.join_uneven_inputs(models, even_batches=False)
+
+
 @refused(f"{A}.split_between_processes", instead="inputs[mesh.dp_rank :: mesh.dp_size]")
 def split_between_processes(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:

@@ -130,7 +130,7 @@ WITHOUT = {
         data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device
         dispatch_batches distributed_type end_training even_batches fp8_backend free_memory
         get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled
-        is_fsdp2 is_last_process is_local_main_process is_main_process join_uneven_inputs
+        is_fsdp2 is_last_process is_local_main_process is_main_process
         local_main_process_first local_process_index log logging_dir lomo_backward
         main_process_first maybe_context_parallel mixed_precision multi_device non_blocking
         num_processes on_last_process on_local_main_process on_local_process on_main_process
