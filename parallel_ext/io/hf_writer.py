@@ -168,7 +168,7 @@ def json_files(
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     configs = [config] if generation_config is None else [config, generation_config]
     contents = files_that(*(each.save_pretrained for each in configs))
-    contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
+    contents[CONFIG_NAME] = with_old_rope_names(contents[CONFIG_NAME])
     if len(files) > 1:  # a single one needs no index
         contents[INDEX_NAME] = index_of(files)
     return contents
@@ -195,8 +195,11 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
     return to_file(index)
 
 
-def _with_old_rope_names(content: bytes) -> bytes:
-    """Add the names by which transformers 4 reads rotary positions, which else uses defaults."""
+def with_old_rope_names(content: bytes) -> bytes:
+    """Add to a ``config.json`` the names by which transformers 4 reads rotary positions.
+
+    Without them it would take its defaults.
+    """
     config = json.loads(content)
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:

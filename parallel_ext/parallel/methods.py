@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.io.hf_writer import write_directory
+from parallel_ext.io.hf_reader import CONFIG_NAME
+from parallel_ext.io.hf_writer import with_old_rope_names, write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.arguments import arguments_of
@@ -206,6 +207,8 @@ def _write_given(
         type(model).save_pretrained(
             model, temporary, state_dict=full, max_shard_size=max_shard_size
         )
+        config = temporary / CONFIG_NAME
+        config.write_bytes(with_old_rope_names(config.read_bytes()))
 
 
 def num_parameters(

@@ -213,7 +213,10 @@ def save_pretrained_given(trial: Trial) -> None:
     path, first = trial.folder / "saved", trial.mesh.rank == 0
     full = {name: 2 * value for name, value in px.full_state_dict(trial.model).items()}
     trial.model.save_pretrained(path, is_main_process=first, state_dict=full)
+    trial.model.save_pretrained(trial.folder / "own")
     if first:
+        configs = ((path.with_name(each) / "config.json").read_text() for each in ("saved", "own"))
+        close(len(set(configs)), 1)
         again = type(trial.reference).from_pretrained(path, dtype=torch.float64)
         for name, value in trial.reference.state_dict().items():
             close(again.state_dict()[name], 2 * value)
