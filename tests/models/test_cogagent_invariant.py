@@ -46,10 +46,9 @@ from parallel_ext.nn.lora import input_dropout
 from parallel_ext.parallel import invariant as replacing
 
 INVARIANT = px.Invariant(8, leaves=4)
-STEPS = 3
+STEPS = 2
 BATCHES = [
     [picture(6), text(9), Row(TWO_IMAGES, 2, cross=True), text(7, cross=True), text(4)],
-    [text(3), picture(2), text(8), picture(9), picture(5)],
     [text(5), text(6), text(4), picture(7), text(11, cross=True)],
 ]
 
@@ -145,15 +144,15 @@ def test_zero_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) 
 
 
 @pytest.mark.parametrize(
-    ("how", "before", "after"), [("", (4, 2), (3, 1)), ("adapter", (3, 3), (2, 2))]
+    ("how", "before", "after"), [("", (4, 2), (3, 1)), ("adapter, biases", (3, 3), (2, 2))]
 )
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(
     how: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
     log, digest, held = _of_one_process(how)
-    pool(before[0]).run(_train, before[1], how, 0, (0, 1), tmp_path)
-    resumed = pool(after[0]).run(_train, after[1], how, 0, (2,), tmp_path)
-    assert_bits(resumed, (log[2:], digest, held))
+    pool(before[0]).run(_train, before[1], how, 0, (0,), tmp_path)
+    resumed = pool(after[0]).run(_train, after[1], how, 0, (1,), tmp_path)
+    assert_bits(resumed, (log[1:], digest, held))
 
 
 def _summed(self: Any, input: torch.Tensor) -> torch.Tensor:
