@@ -40,30 +40,31 @@ import torch
 import transformers
 from torch.utils.data import DataLoader, DistributedSampler
 
-directory, kind = sys.argv[1:]
-if kind == "auto":
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float64")
-else:
-    model = transformers.LlamaForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, device_map=None, low_cpu_mem_usage=True, use_cache=False
-    )
-model.train()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
-sampler = DistributedSampler(ids, shuffle=False) if torch.distributed.is_initialized() else None
-size = 4 if sampler is None else 4 // sampler.num_replicas
-for batch in DataLoader(ids, size, sampler=sampler):
-    loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    with open(f"results-{os.environ.get('RANK', 'plain')}", "a") as file:
-        print(loss.item(), float(norm), file=file)
-if os.environ.get("RANK", "0") == "0":  # the other waits, or has come to its end
-    model.save_pretrained(directory + "/out")
-if kind == "auto":
-    accelerate.PartialState().wait_for_everyone()
+directory, out = sys.argv[1:]
+for kind in ("auto", "class"):
+    if kind == "auto":
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float64")
+    else:
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            directory, dtype=torch.float64, device_map=None, low_cpu_mem_usage=True, use_cache=False
+        )
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+    sampler = DistributedSampler(ids, shuffle=False) if torch.distributed.is_initialized() else None
+    size = 4 if sampler is None else 4 // sampler.num_replicas
+    for batch in DataLoader(ids, size, sampler=sampler):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with open(f"results-{os.environ.get('RANK', 'plain')}", "a") as file:
+            print(loss.item(), float(norm), file=file)
+    if os.environ.get("RANK", "0") == "0":  # the other waits, or has come to its end
+        model.save_pretrained(f"{out}/{kind}")
+    if kind == "auto":
+        accelerate.PartialState().wait_for_everyone()
 """
 
 
@@ -81,30 +82,27 @@ def _run(folder: Path, *command: str) -> None:
     finished(run_forked(command, cwd=folder))
 
 
-def _run_under_torchrun(folder: Path, *command: str) -> None:
-    """Run a command in a folder: -m would find the sources in that of the tests."""
-    real = {"capture_output": True, "text": True, "timeout": 240}
-    finished(subprocess.run(command, cwd=folder, **real))
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    return transformers.LlamaForCausalLM.from_pretrained(directory).state_dict()
 
 
-@pytest.mark.parametrize("kind", ["auto", "class"])
-def test_an_unchanged_script_equals_one_process(tmp_path: Path, kind: str) -> None:
+def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
+    """Under torchrun itself: -m would find the sources in the folder of the tests."""
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(SCRIPT)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    arguments = [str(script), str(directory)]
-    _run(tmp_path, sys.executable, *arguments, kind)
+    _run(tmp_path, sys.executable, str(script), str(directory), "one")
     plain = _results(tmp_path / "results-plain")
-    files = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
-    assert len(plain) == 3
-    run = _run if kind == "auto" else _run_under_torchrun
-    run(tmp_path, *LAUNCHER, "--tp=2", *arguments, kind)
+    assert len(plain) == 6
+    command = [*LAUNCHER, "--tp=2", str(script), str(directory), "two"]
+    real = {"capture_output": True, "text": True, "timeout": 240}
+    finished(subprocess.run(command, cwd=tmp_path, **real))
     for rank in (0, 1):
         found = _results(tmp_path / f"results-{rank}")
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
-    saved = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
-    for name, tensor in files.items():
-        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
+    for kind in ("auto", "class"):
+        saved, files = (_weights(tmp_path / name / kind) for name in ("two", "one"))
+        torch.testing.assert_close(saved, files, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("before", [[], ["--"]])
@@ -204,12 +202,8 @@ def test_an_unchanged_script_with_a_trainer_equals_one_process(
         assert entry["own"] == 1.0
         assert ("eval_ids" in entry) == ("eval_loss" in entry and bool(changes))
         assert entry == pytest.approx(of_plain, rel=1e-5)
-    files, saved = (
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict()
-        for name in ("one", "two")
-    )
-    for name, tensor in files.items():
-        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
+    files, saved = _weights(tmp_path / "one"), _weights(tmp_path / "two")
+    torch.testing.assert_close(saved, files, rtol=1e-4, atol=1e-5)
 
 
 def _with_tokenizer(directory: Path) -> None:
@@ -303,12 +297,11 @@ def _batches(lowest_id: int, tp: int | None) -> DataLoader:
     return DataLoader(ids, 4 if tp is None else 4 * tp // dist.get_world_size(), sampler=sampler)
 
 
-def _assert_equal(ranks: list[Any], plain: list[Any], rtol: float, atol: float) -> None:
-    """Check losses and norms of all ranks; the loss of a dp rank is its share."""
-    found = torch.tensor(ranks)
-    found[:, :, 0] = found[:, :, 0].mean(0)
-    for of_rank in found:
-        torch.testing.assert_close(of_rank, torch.tensor(plain), rtol=rtol, atol=atol)
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """Hold a small model in fp32."""
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
 @contextmanager
@@ -322,14 +315,14 @@ def _patched(tp: int | None, **options: Any) -> Iterator[None]:
         px.unpatch()
 
 
-def _loaded_or_made(source: str) -> Any:
-    """Return a model that a script loads from a directory, or makes itself if there is none."""
-    if source:
-        return transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
+def _loaded_or_made(directory: str, loaded: bool) -> Any:
+    """Return a model that a script loads from a directory, or makes itself."""
+    if loaded:
+        return transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
     return _made("class")
 
 
-def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
+def _train(directory: str, lora: bool, tp: int | None) -> list[list[float]]:
     """Losses and norms of three steps; under ``px.patch`` where there is a ``tp``."""
     with _patched(tp):
         assert tp is None or px.patch(tp=tp) is px.patch(tp=tp)
@@ -347,19 +340,6 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
             loss = model(input_ids=batch, labels=batch).loss
             results.append(_step(optimizer, loss, model.parameters(), 1.0))
         return results
-
-
-LAYOUTS = pytest.mark.parametrize(
-    ("size", "tp", "lora"), [(2, 1, False), (4, 2, False), (4, 2, True)]
-)
-
-
-@LAYOUTS
-def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lora: bool) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    plain = _train(str(tmp_path), None, lora)
-    ranks = pool(size).run(_train, str(tmp_path), tp, lora)
-    _assert_equal(ranks, plain, rtol=1e-5, atol=1e-6)
 
 
 WITH_ACCELERATE = """
@@ -464,7 +444,7 @@ def _made(kind: str) -> Any:
     return model
 
 
-def _train_made(kind: str, tp: int | None) -> list[list[float]]:
+def _train_made(directory: str, kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms of three steps of a model that is plain until it has an optimizer."""
     with _patched(tp):
         model = _made(kind)
@@ -487,19 +467,7 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
         return results
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "tp"),
-    [
-        *(("from_config", 2, 2), ("class", 2, 1), ("classifier", 4, 2), ("adapter", 2, 1)),
-        *(("PEFT's class", 2, 2), ("injected", 4, 2), ("copy", 4, 2)),
-    ],
-)
-def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) -> None:
-    ranks = pool(size).run(_train_made, kind, tp)
-    _assert_equal(ranks, _train_made(kind, None), rtol=1e-6, atol=1e-8)
-
-
-def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
+def _train_with_a_list(directory: str, kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms, where a list that is older than the optimizer is clipped."""
     with _patched(tp):
         model = _made(kind)
@@ -513,16 +481,10 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
         return results
 
 
-@pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
-def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int) -> None:
-    ranks = pool(size).run(_train_with_a_list, "class", tp)
-    _assert_equal(ranks, _train_with_a_list("class", None), rtol=1e-6, atol=1e-8)
-
-
-def _train_head_then_body(source: str, tp: int | None) -> list[list[float]]:
+def _train_head_then_body(directory: str, loaded: bool, tp: int | None) -> list[list[float]]:
     """Losses and norms, where parts that are older than the optimizer are frozen in turn."""
     with _patched(tp):
-        model = _loaded_or_made(source)
+        model = _loaded_or_made(directory, loaded)
         head, body = model.lm_head, list(model.model.parameters())
         optimizer = torch.optim.SGD([{"params": body}, {"params": head.parameters()}], lr=0.1)
         results = []
@@ -542,19 +504,7 @@ def _train_head_then_body(source: str, tp: int | None) -> list[list[float]]:
         return results
 
 
-@pytest.mark.parametrize(
-    ("size", "tp", "loaded"), [(2, 1, True), (2, 1, False), (4, 2, True), (4, 2, False)]
-)
-def test_parts_that_are_older_than_the_optimizer_can_be_frozen(
-    tmp_path: Path, size: int, tp: int, loaded: bool
-) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    source = str(tmp_path) if loaded else ""
-    ranks = pool(size).run(_train_head_then_body, source, tp)
-    _assert_equal(ranks, _train_head_then_body(source, None), rtol=1e-6, atol=1e-8)
-
-
-def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
+def _train_in_ddp(directory: str, kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms of three steps of two backwards each, in DistributedDataParallel."""
     with _patched(tp):
         model = _made(kind)
@@ -576,11 +526,25 @@ def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "tp"), [("class", 2, 1), ("class", 2, 2), ("class", 4, 2), ("adapter", 4, 2)]
+    ("loop", "how", "size", "tp"),
+    [
+        *((_train, False, 2, 1), (_train, True, 4, 2)),
+        *((_train_made, "from_config", 2, 2), (_train_made, "class", 2, 1)),
+        *((_train_made, "classifier", 4, 2), (_train_made, "adapter", 2, 1)),
+        *((_train_made, "PEFT's class", 2, 2), (_train_made, "injected", 4, 2)),
+        *((_train_made, "copy", 4, 2), (_train_with_a_list, "class", 4, 2)),
+        *((_train_head_then_body, True, 4, 2), (_train_head_then_body, False, 2, 1)),
+        *((_train_in_ddp, "class", 2, 1), (_train_in_ddp, "class", 2, 2)),
+        (_train_in_ddp, "adapter", 4, 2),
+    ],
 )
-def test_a_model_in_ddp_equals_one_process(kind: str, size: int, tp: int) -> None:
-    ranks = pool(size).run(_train_in_ddp, kind, tp)
-    _assert_equal(ranks, _train_in_ddp(kind, None), rtol=1e-6, atol=1e-8)
+def test_a_loop_equals_one_process(directory: str, loop: Any, how: Any, size: int, tp: int) -> None:
+    """In losses and norms; the loss of a dp rank is its share."""
+    found = torch.tensor(pool(size).run(loop, directory, how, tp))
+    found[:, :, 0] = found[:, :, 0].mean(0)
+    plain = torch.tensor(loop(directory, how, None))
+    for of_rank in found:
+        torch.testing.assert_close(of_rank, plain, rtol=1e-6, atol=1e-8)
 
 
 class _OwnDDP(torch.nn.parallel.DistributedDataParallel):
@@ -593,10 +557,10 @@ class _OwnDDP(torch.nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 
 
-def _copied_on_rank_0(source: str, tp: int) -> list[float]:
+def _copied_on_rank_0(directory: str, loaded: bool, tp: int) -> list[float]:
     """The loss of a model of which rank 0 alone has made a copy before the optimizer."""
     with _patched(tp):
-        model = _loaded_or_made(source)
+        model = _loaded_or_made(directory, loaded)
         best = copy.deepcopy(model) if dist.get_rank() == 0 else None
         ids = torch.arange(8).view(2, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -611,10 +575,9 @@ def _copied_on_rank_0(source: str, tp: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("tp", "loaded"), [(1, True), (1, False), (2, False)])
-def test_a_copy_may_be_one_ranks_own(tmp_path: Path, tp: int, loaded: bool) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_a_copy_may_be_one_ranks_own(directory: str, tp: int, loaded: bool) -> None:
     try:
-        losses = pool(2).run(_copied_on_rank_0, str(tmp_path) if loaded else "", tp)
+        losses = pool(2).run(_copied_on_rank_0, directory, loaded, tp)
     finally:
         pool(2).close()  # whose ranks have made other numbers of models
     assert losses[0] == pytest.approx(losses[1])
@@ -627,16 +590,15 @@ def _other_weights_on_rank_0(source: str) -> None:
         torch.nn.parallel.DistributedDataParallel(model)
 
 
-def test_dp_ranks_with_other_weights_are_refused(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_dp_ranks_with_other_weights_are_refused(directory: str) -> None:
     words = ("lm_head.weight differs between ranks 0 and 1",)
-    pool(2).assert_raises(_other_weights_on_rank_0, str(tmp_path), words=words)
+    pool(2).assert_raises(_other_weights_on_rank_0, directory, words=words)
 
 
-def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
+def _averaged(directory: str, loaded: bool, how: str, tp: int | None) -> dict[str, torch.Tensor]:
     """Weights of an average that is older than the optimizer, after three steps."""
     with _patched(tp):
-        model = _loaded_or_made(source)
+        model = _loaded_or_made(directory, loaded)
         if how == "AveragedModel":
             swa = torch.optim.swa_utils
             average = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(0.5))
@@ -664,12 +626,11 @@ def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
     ],
 )
 def test_an_average_may_be_older_than_the_optimizer(
-    tmp_path: Path, how: str, loaded: bool, size: int, tp: int
+    directory: str, how: str, loaded: bool, size: int, tp: int
 ) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    source = str(tmp_path) if loaded else ""
-    found, *_ = pool(size).run(_averaged, source, how, tp)
-    torch.testing.assert_close(found, _averaged(source, how, None), rtol=1e-6, atol=1e-8)
+    found, *_ = pool(size).run(_averaged, directory, loaded, how, tp)
+    plain = _averaged(directory, loaded, how, None)
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
 
 
 class _Smoothed(transformers.LlamaForCausalLM):
@@ -807,20 +768,19 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
         return losses
 
 
-@LAYOUTS
+@pytest.mark.parametrize(("size", "tp", "lora"), [(2, 1, False), (4, 2, False), (4, 2, True)])
 def test_a_save_on_rank_0_alone_is_joined_by_the_others(
-    tmp_path: Path, size: int, tp: int, lora: bool
+    directory: str, size: int, tp: int, lora: bool
 ) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    losses = torch.tensor(pool(size).run(_saved_on_rank_0, str(tmp_path), tp, lora)).mean(0)
+    losses = torch.tensor(pool(size).run(_saved_on_rank_0, directory, tp, lora)).mean(0)
     ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
-    assert (tmp_path / "before-the-norm").is_dir()
-    assert (tmp_path / "end").is_dir()
+    assert (Path(directory) / "before-the-norm").is_dir()
+    assert (Path(directory) / "end").is_dir()
     for step, loss in enumerate(losses):
-        folder = tmp_path if lora else tmp_path / str(step)
+        folder = directory if lora else Path(directory) / str(step)
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
         if lora:
-            model = peft.PeftModel.from_pretrained(model, tmp_path / str(step))
+            model = peft.PeftModel.from_pretrained(model, Path(directory) / str(step))
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
 
 
@@ -871,9 +831,8 @@ def _step_of_own(directory: str) -> bool:
         return torch.equal(before, model.lm_head.weight)
 
 
-def test_an_optimizer_of_ones_own_steps_on_shards(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    assert pool(2).run(_step_of_own, str(tmp_path)) == [False, False]
+def test_an_optimizer_of_ones_own_steps_on_shards(directory: str) -> None:
+    assert pool(2).run(_step_of_own, directory) == [False, False]
 
 
 def _generate_on_rank_0(directory: str) -> None:
@@ -884,10 +843,9 @@ def _generate_on_rank_0(directory: str) -> None:
         dist.barrier()
 
 
-def test_ranks_at_other_places_are_told_at_once(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_ranks_at_other_places_are_told_at_once(directory: str) -> None:
     words = ("rank 0: LlamaForCausalLM.generate; rank 1: barrier", "call it on every rank")
-    pool(2).assert_raises(_generate_on_rank_0, str(tmp_path), words=words)
+    pool(2).assert_raises(_generate_on_rank_0, directory, words=words)
 
 
 class _SaveOnFirst(transformers.TrainerCallback):
@@ -915,10 +873,9 @@ def _trained_with_a_callback(directory: str, tp: int) -> None:
 
 @needs_trainer
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_callback_saves_on_rank_0(tp: int, tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    pool(2).run(_trained_with_a_callback, str(tmp_path), tp, timeout_s=60)
-    assert all((tmp_path / step / "config.json").exists() for step in ("1", "2"))
+def test_a_callback_saves_on_rank_0(tp: int, directory: str) -> None:
+    pool(2).run(_trained_with_a_callback, directory, tp, timeout_s=60)
+    assert all((Path(directory) / step / "config.json").exists() for step in ("1", "2"))
 
 
 def _saved_before_metrics(directory: str) -> list[int]:
@@ -931,10 +888,9 @@ def _saved_before_metrics(directory: str) -> list[int]:
         return accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
 
 
-def test_a_save_is_joined_where_others_gather_metrics(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    assert pool(2).run(_saved_before_metrics, str(tmp_path)) == [[0], [0]]
-    assert (tmp_path / "saved" / "config.json").exists()
+def test_a_save_is_joined_where_others_gather_metrics(directory: str) -> None:
+    assert pool(2).run(_saved_before_metrics, directory) == [[0], [0]]
+    assert (Path(directory) / "saved" / "config.json").exists()
 
 
 def _saves_a_copy(directory: str) -> None:
@@ -945,11 +901,10 @@ def _saves_a_copy(directory: str) -> None:
         dist.barrier()
 
 
-def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_a_save_that_others_cannot_join_raises_at_once(directory: str) -> None:
     pool(2).assert_raises(
         _saves_a_copy,
-        str(tmp_path),
+        directory,
         timeout_s=60.0,
         error="NotImplementedError",
         words=("only rank 0 called it", "call it on every rank"),
@@ -984,26 +939,24 @@ def _files_of_shards(directory: str, tp: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_file_of_one_ranks_shards_is_refused(tmp_path: Path, tp: int) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    for found in pool(2).run(_files_of_shards, str(tmp_path), tp):
+def test_a_file_of_one_ranks_shards_is_refused(directory: str, tp: int) -> None:
+    for found in pool(2).run(_files_of_shards, directory, tp):
         assert all("would hold this rank's shards of the model" in text for text in found)
 
 
-def _trainer_of(function: Any, folder: Path) -> transformers.Trainer:
+def _trainer_of(function: Any, folder: str) -> transformers.Trainer:
     arguments = transformers.TrainingArguments(
-        str(folder / "out"), use_cpu=True, report_to=[], max_steps=1
+        f"{folder}/out", use_cpu=True, report_to=[], max_steps=1
     )
     return transformers.Trainer(model_init=function, args=arguments)
 
 
 @needs_trainer
-def test_a_trainer_that_makes_a_parallel_model_itself_is_refused(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_a_trainer_that_makes_a_parallel_model_itself_is_refused(directory: str) -> None:
     with _patched(1):
         with pytest.raises(NotImplementedError, match=r"Trainer: model_init= .* pass model="):
-            _trainer_of(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), tmp_path)
-        helper = _trainer_of(lambda: Tiny(dtype=torch.float32).model(), tmp_path).model
+            _trainer_of(lambda: transformers.LlamaForCausalLM.from_pretrained(directory), directory)
+        helper = _trainer_of(lambda: Tiny(dtype=torch.float32).model(), directory).model
     assert "parallel_ext_local_shards" not in dict(helper.named_children())
 
 
@@ -1055,15 +1008,14 @@ def test_an_adapter_is_refused_with_the_name_of_its_base(tmp_path: Path) -> None
         transformers.AutoModelForCausalLM.from_pretrained(adapter)
 
 
-def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_a_model_is_plain_after_unpatch(directory: str) -> None:
     for _ in range(2):
         px.patch()
-        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        model = transformers.LlamaForCausalLM.from_pretrained(directory)
         assert "parallel_ext_local_shards" in dict(model.named_children())
         px.unpatch()
         px.unpatch()
-        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        model = transformers.LlamaForCausalLM.from_pretrained(directory)
         assert "parallel_ext_local_shards" not in dict(model.named_children())
 
 
@@ -1074,11 +1026,10 @@ class _Own(transformers.LlamaForCausalLM):
 @pytest.mark.parametrize(
     "cls", [transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, _Own]
 )
-def test_options_of_the_configuration_count(tmp_path: Path, cls: Any) -> None:
-    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+def test_options_of_the_configuration_count(directory: str, cls: Any) -> None:
     with _patched(1):
         model = cls.from_pretrained(
-            tmp_path,
+            directory,
             attention_dropout=0.25,
             attn_implementation="eager",
             device_map=None,
