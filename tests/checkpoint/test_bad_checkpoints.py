@@ -587,10 +587,15 @@ def _refused(root: Path, job: tuple[Any, Any, Any]) -> tuple[str, float]:
     return str(raised.value), seconds
 
 
+# What only a model and an optimizer can tell; everything else is found without them.
+NEEDS_A_MODEL = ("option", "class", "scheduler", "state", "moment", "steps", "random numbers of an")
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_it_is_refused_in_time_and_nothing_changes(
     name: str, root: Path, job: tuple[Any, Any, Any]
 ) -> None:
+    """Also without a model, where none is needed to tell."""
     spoil, words = CORPUS[name]
     spoil(root / STEP)
     message, seconds = _refused(root, job)
@@ -601,19 +606,11 @@ def test_it_is_refused_in_time_and_nothing_changes(
         if seconds >= SECONDS:
             seconds = min(seconds, _refused(root, job)[1])
     assert seconds < SECONDS
-
-
-# What only a model and an optimizer can tell; everything else is found without them.
-NEEDS_A_MODEL = ("option", "class", "scheduler", "state", "moment", "steps", "random numbers of an")
-WITHOUT = [n for n in CORPUS if "training" not in n or not any(w in n for w in NEEDS_A_MODEL)]
-
-
-@pytest.mark.parametrize("name", [name for name in WITHOUT if "MB" not in name])
-def test_it_is_refused_without_a_model(name: str, root: Path) -> None:
-    CORPUS[name][0](root / STEP)
-    with no_waiting(), pytest.raises(px.CheckpointError) as raised:
-        px.verify_checkpoint(px.latest_checkpoint(root))
-    assert CORPUS[name][1] in str(raised.value)
+    if name.startswith("training") and any(part in name for part in NEEDS_A_MODEL):
+        return
+    if "MB" not in name:  # whose hashes take long
+        with no_waiting(), pytest.raises(px.CheckpointError, match=re.escape(words)):
+            px.verify_checkpoint(px.latest_checkpoint(root))
 
 
 @needs_peak
