@@ -37,7 +37,7 @@ from parallel_ext.nn import blocks
 from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
 from parallel_ext.parallel.invariant import check_invariant
 
-STEPS = 3
+STEPS = 2
 
 
 class ByErf(Tiny):
