@@ -19,14 +19,11 @@ from reference import (
     batch,
     difference,
     exact,
-    gradients_of,
     mesh_of,
     parallel,
-    shard_differences,
-    worst,
 )
 from reference_life import differences_in_life
-from reference_mixtral import Layout, batches, differences_of_adapter, differences_of_steps
+from reference_mixtral import Layout, batches, differences_of_adapter, differences_of_steps, parity
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.olmo2 import modeling_olmo2
@@ -212,11 +209,8 @@ def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
 
 
 @in_fp64()
-def _with_own_tokens(tiny: OfSpec) -> dict[str, float]:
-    reference = tiny.model()
-    model = parallel(reference, mesh_of(), sequence_parallel=True)
-    of_steps = (batches(tiny, 1, seed=step) for step in range(2))
-    return differences_of_steps(reference, model, mesh_of(), of_steps)
+def _parity(*args: Any) -> dict[str, float]:
+    return parity(*args)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,7 +218,8 @@ def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None
     tiny, tp = OfSpec(kind), 2
     if SPECS[kind].attention.head_norms or SPECS[kind].attention.key_norm:
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
-    assert_within(pool(tp).run(_with_own_tokens, tiny))
+    options = {"sequence_parallel": True}
+    assert_within(pool(tp).run(_parity, tiny, Layout(1, tp, 1), None, options))
 
 
 _LLAMAS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -391,31 +386,8 @@ def test_norms_over_all_heads_of_a_joined_attention_are_refused() -> None:
 _FIELDS = {"logits_divisor": "logits_scaling", "logits_softcap": "final_logit_softcapping"}
 
 
-@in_fp64()
-def _zero(kind: str, zero: int) -> dict[str, float]:
-    """Of loss, norm and gradients on 2 dp x 2 tp ranks from one process on both batches."""
-    tiny, layout = OfSpec(kind), Layout(2, 2, 1)
-    reference, mesh = tiny.model(), layout.mesh()
-    model = parallel(reference, mesh)
-    px.data_parallel(model, mesh, zero=zero)
-    whole = batch(tiny.vocab_size, 2)
-    whole.pop("attention_mask")
-    own = {name: value[mesh.dp_rank :][:1] for name, value in whole.items()}
-    theirs, ours = reference(**whole).loss, model(**own).loss
-    theirs.backward()
-    ours.backward()
-    loss = px.ops.reduce_from_region(ours.detach(), mesh.dp) / 2
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    return {
-        "loss": difference(loss, theirs.detach()),
-        "norm": difference(px.clip_grad_norm_(model, 1e9), norm),
-        **shard_differences(model, gradients_of(reference), True),
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "zero"), [("mistral", 2), ("gemma3_text", 3), ("phi3", 3), ("olmo2", 2)]
 )
 def test_dp_ranks_train_as_one_process(kind: str, zero: int) -> None:
-    for differences in pool(4).run(_zero, kind, zero):
-        assert worst(differences) < (1e-10, "")
+    assert_within(pool(4).run(_parity, OfSpec(kind), Layout(2, 2, 1), zero))

@@ -278,7 +278,7 @@ def training_differences(
 def parity(
     tiny: TinyMixtral | Tiny,
     layout: Layout,
-    zero: int = 2,
+    zero: int | None = 2,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, float]:
     """The same of two steps of a model spread by ``layout``; the second catches stale buffers."""
