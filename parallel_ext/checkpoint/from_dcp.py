@@ -26,10 +26,10 @@ from parallel_ext.io.hashing import ChunkHasher
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
 from parallel_ext.io.hf_writer import index_of
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing
+from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, write_rows
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import LENGTH_BYTES, METADATA
-from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.schema import parse_json
 from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
@@ -171,11 +171,8 @@ def model_of_dcp(
     files = plan_files(specs, 1)
     with Publication(out) as temporary:
         for file in files:
-            with SafetensorsWriter(temporary / file.name, file.tensors) as writer:
-                for spec in file.tensors:
-                    for rows in saved.rows(key_of[spec.name]):
-                        writer.append(spec.name, rows)
-                        progress(rows.nbytes)
+            path = temporary / file.name
+            write_rows(path, file.tensors, lambda spec: saved.rows(key_of[spec.name]), progress)
         index = {INDEX_NAME: index_of(files)} if len(files) > 1 else {}
         if config is None:
             own.pop(INDEX_NAME, None)

@@ -7,10 +7,17 @@ from pathlib import Path
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
-from parallel_ext.io.hashing import FileRecord, wrong_size
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing
-from parallel_ext.io.safe_open import open_file
+from parallel_ext.io.rewrite import (
+    Progress,
+    check_new,
+    copy_beside,
+    nothing,
+    rows_of,
+    write_rows,
+)
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import TensorSpec
 
 
 def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
@@ -33,32 +40,22 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
     check_new(out, path)
     manifest = read_manifest(path)
     read_small_files(path, manifest)
-    own = {n: record for n, record in manifest.files.items() if not n.startswith(STATE_FOLDER)}
+    own = [name for name in manifest.files if not name.startswith(STATE_FOLDER)]
     with Publication(out) as temporary:
-        for name, record in own.items():
-            _copy(path / name, temporary / name, record, progress)
+        for name in own:
+            if name.endswith(".safetensors"):
+                with manifest.open(path, name) as file:
+                    _copy(file, temporary / name, progress)
+            else:
+                disk.write_file(temporary / name, manifest.read(path, name))
         copy_beside(path, temporary, without={*own, COMMIT_NAME})
     return sum(1 for file, _ in manifest.tensors.values() if file in own)
 
 
-def _copy(path: Path, out: Path, record: FileRecord, progress: Progress) -> None:
-    """Copy a file in chunks; raise unless each is the one that was written."""
-    with open_file(path, links=False) as file, disk.create(out) as copy:
-        if record.size:
-            disk.reserve(copy, record.size)
-        offset = 0
-        for number in range(len(record.hashes)):
-            chunk = bytearray(min(record.chunk_bytes, record.size - offset))
-            filled = 0
-            while filled < len(chunk):
-                count = file.readinto(memoryview(chunk)[filled:])
-                if not count:
-                    raise wrong_size(path, record.size, offset + filled)
-                filled += count
-            record.check_chunk(number, memoryview(chunk), path)
-            disk.write(copy, memoryview(chunk), offset)
-            offset += len(chunk)
-            progress(len(chunk))
-        if file.read(1):
-            raise wrong_size(path, record.size, offset + 1)
-        disk.sync(copy)
+def _copy(file: SafetensorsFile, out: Path, progress: Progress) -> None:
+    """Copy the tensors of a file; raise unless they are those that were written."""
+    ordered = sorted(file.tensors, key=lambda name: file.tensors[name].start)
+    specs = [TensorSpec(name, *file.tensors[name][:2]) for name in ordered]
+    write_rows(
+        out, specs, lambda spec: rows_of(file, spec.name, spec.shape), progress, file.metadata
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -64,13 +64,36 @@ def write_again(
     for file in {id(file): file for file in model.file_of.values()}.values():
         ordered = sorted(file.tensors, key=lambda name: -model.dtypes[name].itemsize)
         specs = [TensorSpec(name, model.dtypes[name], model.shapes[name]) for name in ordered]
-        with SafetensorsWriter(out / file.path.name, specs, file.metadata) as writer:
-            for spec in specs:
-                for piece in rows(spec, file):
-                    writer.append(spec.name, piece)
-                    progress(piece.nbytes)
+        path = out / file.path.name
+        write_rows(path, specs, lambda spec, file=file: rows(spec, file), progress, file.metadata)
         written.append(PlannedFile(0, specs, file.path.name))
     return written
+
+
+def write_rows(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    rows: Callable[[TensorSpec], Iterator[torch.Tensor]],
+    progress: Progress = nothing,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write one new file from rows.
+
+    Args:
+        path: of the file.
+        specs: its tensors, those of wider dtypes first.
+        rows: returns the consecutive rows of a tensor.
+        progress: called with the bytes of each piece that was written.
+        metadata: of its header.
+
+    Raises:
+        CheckpointError, OSError: something cannot be read or written.
+    """
+    with SafetensorsWriter(path, specs, metadata) as writer:
+        for spec in specs:
+            for piece in rows(spec):
+                writer.append(spec.name, piece)
+                progress(piece.nbytes)
 
 
 def copy_beside(

@@ -47,6 +47,12 @@ def _refused(capsys: pytest.CaptureFixture[str], out: Path, *arguments: Any) -> 
     return capsys.readouterr().err
 
 
+def _has_hashes(capsys: pytest.CaptureFixture[str], out: Path) -> bool:
+    """Whether ``verify`` compares each file, and finds what was written."""
+    assert main(["verify", str(out)]) == 0
+    return "every byte of its tensors is that which was written" in capsys.readouterr().out
+
+
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}
@@ -175,7 +181,7 @@ def test_a_checkpoint_becomes_a_plain_model(
     assert _same(_tensors(out), _tensors(step))
     expected = {path.name for path in step.iterdir()} - {"COMMIT", "parallel_state"}
     assert {path.name for path in out.iterdir()} == expected
-    assert main(["verify", str(out)]) == 0
+    assert _has_hashes(capsys, out)
 
 
 def test_an_adapters_checkpoint_becomes_a_plain_adapter(
@@ -190,6 +196,7 @@ def test_an_adapters_checkpoint_becomes_a_plain_adapter(
     }
     step = px.latest_checkpoint(tmp_path / "checkpoints")
     assert _same(_tensors(out), _tensors(step))
+    assert _has_hashes(capsys, out)
     peft.PeftModel.from_pretrained(TINY.model(), out)
 
 
@@ -309,6 +316,7 @@ def test_shards_of_ranks_in_a_dcp_become_a_model(
     assert _json(capsys, *convert)["tensors"] == 21
     assert _same(_tensors(out), _tensors(px.latest_checkpoint(saved / "checkpoints")))
     transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert _has_hashes(capsys, out)
 
 
 class _Harm:
