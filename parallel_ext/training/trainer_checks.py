@@ -22,6 +22,13 @@ WITHOUT_LABELS = ("DPOTrainer", "RewardTrainer")
 # Whose losses are known.
 _PACKAGES = ("parallel_ext", "transformers", "trl")
 
+# Losses of TRL's DPOTrainer that are no mean over the rows of a batch -> why.
+_OF_BATCHES = {
+    "aot": "TRL sorts the rows of a rank, and not those of the job",
+    "aot_unpaired": "TRL sorts the rows of a rank, and not those of the job",
+    "sft": "TRL takes the mean of the tokens of a rank, whatever their number",
+}
+
 # Arguments of a trainer that are refused, unless they are None, False or 0 -> what to do.
 _WHY_NOT = {
     "auto_find_batch_size": "one rank would try another batch size than the others",
@@ -125,13 +132,13 @@ def check_served(trainer: transformers.Trainer) -> None:
             f"{name}: average_tokens_across_devices=False is not served at dp={mesh.dp_size}: TRL "
             "would divide the gradients by dp; leave it out"
         )
-    losses = getattr(args, "loss_type", None)
-    losses = [losses] if isinstance(losses, str) else losses or ()
-    if class_of_trl(trainer) == "DPOTrainer" and "sft" in losses and mesh.dp_size > 1:
-        raise ValueError(
-            f"{name}: loss_type='sft' is not served at dp={mesh.dp_size}: TRL takes the mean of "
-            "the tokens of a rank, whatever their number; leave it out, or use tp"
-        )
+    if class_of_trl(trainer) == "DPOTrainer" and mesh.dp_size > 1:
+        losses = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
+        for loss in set(losses) & _OF_BATCHES.keys():
+            raise ValueError(
+                f"{name}: loss_type={loss!r} is not served at dp={mesh.dp_size}: "
+                f"{_OF_BATCHES[loss]}; leave it out, or use tp"
+            )
     own = (each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     owner = next((c.__name__ for c in own if c.__module__.split(".")[0] not in _PACKAGES), None)
     if owner is not None and mesh.dp_size > 1:

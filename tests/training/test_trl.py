@@ -252,6 +252,9 @@ REFUSED = {
     "loss_type='sft' is not served at dp=2": Case(
         "dpo", "pairs", arguments={"loss_type": ["sigmoid", "sft"]}
     ),
+    "loss_type='aot_unpaired' is not served at dp=2: TRL sorts": Case(
+        "dpo", "pairs", arguments={"loss_type": "aot_unpaired"}
+    ),
     "DPO: .* a multiple of 6 rows": Case(
         "dpo", "pairs", arguments={"per_device_eval_batch_size": 3}
     ),
