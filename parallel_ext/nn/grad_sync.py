@@ -114,7 +114,7 @@ class PartialGradients:
         self._session: weakref.ref[_Session] | None = None
         self._pending: dict[str, _Entry] = {}
         self._synchronize = True
-        self._unaveraged = False
+        self._unaveraged = self._beside_came = False
         self.late: set[str] = set()
         self._at_once: frozenset[str] = frozenset()
         self._averaged: dict[Group, dict[str, nn.Parameter]] = {}
@@ -175,9 +175,9 @@ class PartialGradients:
         before, after = gradient_hooks(parameter)
         if before or after != [self._open_beside]:
             raise has_hooks(f"a parameter beside the model, of shape {tuple(parameter.shape)},")
-        # Last, as where the model opens it: ranks that use the model alone come in the same order.
-        graph_task = running_backward()
-        at_end_of_backward(lambda: self._current() or self._open(graph_task))
+        # Last, and once, as where the model opens it: other ranks may use the model alone.
+        task, self._beside_came = running_backward(), True
+        at_end_of_backward(lambda: self._beside_came and (self._current() or self._open(task)))
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
@@ -227,7 +227,7 @@ class PartialGradients:
 
     @torch.no_grad()
     def _close(self, session: _Session) -> None:
-        self._session = None
+        self._session, self._beside_came = None, False
         self._pending = {n: entry for n, entry in self._pending.items() if not entry.dropped()}
         for name, entry in session.entries.items():
             self._merge(self._pending, name, entry)

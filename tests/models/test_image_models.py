@@ -72,6 +72,37 @@ def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:
         assert of_weights <= 1e-7
 
 
+def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
+    """As ``_trained``, of a step in which the first half of the rows has no image."""
+    mesh = layout.mesh()
+    reference, ours = _pair(kind, mesh)
+    batch = image_batch(4, kind)
+    halves = [{n: each[of] for n, each in batch.items()} for of in (slice(2), slice(2, 4))]
+    text = halves[0]["labels"].clamp(min=3)
+    halves[0] = {**halves[0], "input_ids": text, "labels": text}
+    del halves[0]["pixel_values"]
+    if kind == "gemma3":
+        halves[0]["token_type_ids"] = torch.zeros_like(text)
+    expected = sum(reference(**half).loss for half in halves) / 2  # no labels are counted together
+    loss = ours(**halves[mesh.dp_rank]).loss
+    for each in (expected, loss):
+        each.backward()
+    mean = loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    for model in (reference, ours):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full, weights = px.full_state_dict(ours, writer_only=False), reference.state_dict()
+    of_weights = max((full[n] - each).abs().max().item() for n, each in weights.items())
+    return difference(mean / mesh.world_size, expected), of_weights
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_a_dp_rank_may_have_text_alone(kind: str) -> None:
+    for differences in pool(2).run(_with_text_alone, kind, LAYOUTS[1]):
+        assert max(differences) <= 1e-6
+
+
 @pytest.mark.parametrize("kind", ["llava", "gemma3"])
 def test_zero_3(kind: str) -> None:
     for differences in pool(4).run(_trained, kind, Layout(2, 2, 1), 3):
