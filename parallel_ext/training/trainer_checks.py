@@ -134,11 +134,12 @@ def check_served(trainer: transformers.Trainer) -> None:
         )
     if class_of_trl(trainer) == "DPOTrainer" and mesh.dp_size > 1:
         losses = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
-        for loss in set(losses) & _OF_BATCHES.keys():
-            raise ValueError(
-                f"{name}: loss_type={loss!r} is not served at dp={mesh.dp_size}: "
-                f"{_OF_BATCHES[loss]}; leave it out, or use tp"
-            )
+        for loss in losses:
+            if loss in _OF_BATCHES:
+                raise ValueError(
+                    f"{name}: loss_type={loss!r} is not served at dp={mesh.dp_size}: "
+                    f"{_OF_BATCHES[loss]}; leave it out, or use tp"
+                )
     own = (each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     owner = next((c.__name__ for c in own if c.__module__.split(".")[0] not in _PACKAGES), None)
     if owner is not None and mesh.dp_size > 1:
