@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(path: Path, quiet: bool) -> dict[str, Any]:
     with open_saved(path) as saved:
-        files = list({id(file): file for file in saved.file_of.values()}.values())
+        files = dict.fromkeys(saved.file_of.values())
         num_bytes = sum(file.path.stat().st_size for file in files)
         with progress_bar("", num_bytes, 0, False if quiet else None) as done:
             if saved.kind == CHECKPOINT:

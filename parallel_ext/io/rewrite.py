@@ -61,7 +61,7 @@ def write_again(
         CheckpointError, OSError: something cannot be read or written.
     """
     written = []
-    for file in {id(file): file for file in model.file_of.values()}.values():
+    for file in dict.fromkeys(model.file_of.values()):
         ordered = sorted(file.tensors, key=lambda name: -model.dtypes[name].itemsize)
         specs = [TensorSpec(name, model.dtypes[name], model.shapes[name]) for name in ordered]
         path = out / file.path.name

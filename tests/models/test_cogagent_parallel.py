@@ -258,7 +258,7 @@ CUT = {
     "model.layers.*.self_attn.vision_expert_dense.weight": (1, 4096, 4096),
     "model.layers.*.cross_attn.query.weight": (0, 1024, 4096),
     "model.layers.*.cross_attn.key_value.weight": (0, 2048, 1024),
-    "model.layers.*.cross_attn.dense.weight": (1, 4096, 1024),  # 128 on 8 ranks: CogVLM #268
+    "model.layers.*.cross_attn.dense.weight": (1, 4096, 1024),
     "model.layers.*.mlp.vision_mlp.gate_proj.weight": (0, 11008, 4096),
     "model.layers.*.mlp.vision_mlp.up_proj.weight": (0, 11008, 4096),
     "model.layers.*.mlp.vision_mlp.down_proj.weight": (1, 4096, 11008),
@@ -303,6 +303,12 @@ def test_every_shard_of_the_published_model_has_its_shape(tp: int) -> None:
                 assert tensor.ranges(rank) == tuple((s + first, s + last) for s in starts), name
         assert all(tensor.local_shape(rank) == tuple(shape) for rank in range(tp)), name
     assert found == CUT.keys()
+
+
+@pytest.mark.parametrize(("tp", "columns"), [(2, 512), (4, 256), (8, 128)])
+def test_the_dense_of_the_cross_attention_is_not_cut_twice(tp: int, columns: int) -> None:
+    dense = _published_layout(tp)["model.layers.0.cross_attn.dense.weight"]
+    assert dense.local_shape(tp - 1) == (4096, columns)
 
 
 # What does not fit.
