@@ -233,7 +233,7 @@ def test_hashes_that_another_program_kept_are_told_from_damage(tmp_path: Path) -
     with safetensors.safe_open(path, "pt") as file:
         kept = file.metadata()
     for metadata in (kept, kept | {HASHES: "x"}, kept | {HASHES: '"\n'}):
-        safetensors.torch.save_file(tensors, other, metadata)
+        safetensors.torch.save_file({**tensors, "c": torch.ones(2)}, other, metadata)
         with (
             SafetensorsFile(other) as file,
             pytest.raises(CheckpointError, match="another program wrote the file and kept them"),
