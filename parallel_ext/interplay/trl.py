@@ -49,7 +49,7 @@ def add_fused_lm_head(
             f"{model.dtype}; load it with dtype=torch.float32"
         )
     spec = state.spec
-    if spec.changes_logits or spec.logits_divisor or spec.logits_softcap:
+    if spec.changes_logits or spec.of_logits:
         raise NotImplementedError(
             f"add_fused_lm_head: {type(model).__name__} changes its logits, which is not supported "
             "on a parallel model"

@@ -10,20 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from parallel_ext.models.llama import (
-    GRANITE,
-    LLAMA,
-    MISTRAL,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SMOLLM3,
-)
+from parallel_ext.models.llama import DENSE
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
-from parallel_ext.models.qwen3_moe import QWEN3_MOE
+from parallel_ext.models.qwen3_moe import OLMOE, QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 
@@ -32,9 +22,9 @@ __all__ = ["SPECS", "AttentionNames", "MixtureNames", "ModelSpec", "RegionNames"
 SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec
     for spec in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, OLMO3, PHI3),
+        *DENSE,
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
     )
 }
 """The architectures that are served, by ``config.model_type``."""

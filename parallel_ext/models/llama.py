@@ -20,12 +20,24 @@ LLAMA = ModelSpec(
     mlp=MLP,
 )
 
-MISTRAL = replace(LLAMA, model_type="mistral")
-QWEN2 = replace(LLAMA, model_type="qwen2")
+# All that such a model does besides, as windows, biases and layers without rotary embedding, its
+# class does by its configuration.
+AS_LLAMA = tuple(
+    replace(LLAMA, model_type=name)
+    for name in (
+        *("mistral", "ministral", "ministral3", "qwen2", "smollm3", "olmo", "helium"),
+        "seed_oss",
+    )
+)
 QWEN3 = replace(
     LLAMA, model_type="qwen3", attention=replace(ATTENTION, head_norms=("q_norm", "k_norm"))
 )
-SMOLLM3 = replace(LLAMA, model_type="smollm3")
+EXAONE4 = replace(QWEN3, model_type="exaone4")
+HUNYUAN = replace(
+    LLAMA,
+    model_type="hunyuan_v1_dense",
+    attention=replace(ATTENTION, head_norms=("query_layernorm", "key_layernorm")),
+)
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
@@ -40,4 +52,24 @@ PHI3 = replace(
     attention=AttentionNames("self_attn", "qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
     mlp=RegionNames("mlp", inputs={"gate_up_proj": 2}, outputs=("down_proj",)),
 )
+GLM = replace(LLAMA, model_type="glm", mlp=PHI3.mlp)
+GLM4 = replace(GLM, model_type="glm4")
 GRANITE = replace(LLAMA, model_type="granite", logits_divisor="logits_scaling")
+COHERE = replace(LLAMA, model_type="cohere", logits_factor="logit_scale")
+COHERE2 = replace(COHERE, model_type="cohere2")
+NEMOTRON = replace(
+    LLAMA,
+    model_type="nemotron",
+    mlp=RegionNames("mlp", inputs={"up_proj": 1}, outputs=("down_proj",)),
+)
+ARCEE = replace(NEMOTRON, model_type="arcee")
+STARCODER2 = replace(
+    LLAMA,
+    model_type="starcoder2",
+    mlp=RegionNames("mlp", inputs={"c_fc": 1}, outputs=("c_proj",)),
+)
+
+DENSE = (
+    *(LLAMA, *AS_LLAMA, QWEN3, EXAONE4, HUNYUAN, OLMO2, OLMO3, PHI3, GLM, GLM4, GRANITE),
+    *(COHERE, COHERE2, NEMOTRON, ARCEE, STARCODER2),
+)

@@ -1,5 +1,7 @@
 """Qwen3-MoE: heads that are normalised one by one, and layers that are dense or a mixture.
 
+OLMoE has the same mixture, in all layers.
+
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
@@ -8,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallel_ext.models.llama import QWEN3
+from parallel_ext.models.llama import OLMO2, QWEN3
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -38,5 +40,13 @@ QWEN3_MOE = replace(
         in_files="mlp",
         gate_up_in_files=("gate_proj", "up_proj"),
         down_in_files="down_proj",
+    ),
+)
+OLMOE = replace(
+    QWEN3_MOE,
+    model_type="olmoe",
+    attention=replace(OLMO2.attention, norm_class="OlmoeRMSNorm"),
+    mixture=replace(
+        QWEN3_MOE.mixture, router_class="OlmoeTopKRouter", experts_class="OlmoeExperts"
     ),
 )

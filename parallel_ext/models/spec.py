@@ -24,6 +24,8 @@ from parallel_ext.sharding.layout import (
     split_heads,
 )
 
+_OF_LOGITS = ("logits_factor", "logits_divisor", "logits_softcap")
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -47,9 +49,10 @@ class ModelSpec:
             returns what a batch with an image in each row has beside ids and labels.
         unadapted: beginning of a path -> why a module there takes no adapter, for errors.
         changes_logits: whether the class changes what the output head returns, as into fp32; the
-            loss is then not fused. Not for what the next two say.
-        logits_divisor, logits_softcap: attributes of the configuration by which the class divides
-            the logits, and at which it then caps them; the loss does the same where it is fused.
+            loss is then not fused. Not for what the next three say.
+        logits_factor, logits_divisor, logits_softcap: attributes of the configuration by which the
+            class multiplies or divides the logits, and at which it then caps them; the loss does
+            the same where it is fused.
         scaled_embedding: class of an embedding that multiplies the rows that it looks up by its
             buffer ``embed_scale``, whose value is ``scalar_embed_scale`` as well; None where the
             embedding is a plain ``nn.Embedding``.
@@ -69,6 +72,7 @@ class ModelSpec:
     images: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
     changes_logits: bool = False
+    logits_factor: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
     scaled_embedding: str | None = None
@@ -86,8 +90,8 @@ class ModelSpec:
             "mlp": (RegionNames, NoneType),
             "mixture": (MixtureNames, NoneType),
             **dict.fromkeys(("regions", "shared", "towers"), tuple),
-            **dict.fromkeys(("skips", "images", "logits_divisor"), (str, NoneType)),
-            **dict.fromkeys(("logits_softcap", "scaled_embedding"), (str, NoneType)),
+            **dict.fromkeys(("skips", "images", "scaled_embedding"), (str, NoneType)),
+            **dict.fromkeys(_OF_LOGITS, (str, NoneType)),
             "unadapted": Mapping,
             "changes_logits": bool,
         }
@@ -105,6 +109,11 @@ class ModelSpec:
                 f"ModelSpec: the spec of {self.model_type!r} has no attention, mlp, mixture or "
                 "regions, so nothing would be sharded but the vocabulary"
             )
+
+    @property
+    def of_logits(self) -> tuple[str, ...]:
+        """Return the attributes of the configuration that say what the class does to the logits."""
+        return tuple(filter(None, (getattr(self, name) for name in _OF_LOGITS)))
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -128,7 +137,7 @@ class ModelSpec:
 
     def without_head(self) -> ModelSpec:
         """Return the spec of the architecture's classes that put classes of their own on it."""
-        return replace(self, head=None, logits_divisor=None, logits_softcap=None)
+        return replace(self, head=None, **dict.fromkeys(_OF_LOGITS))
 
     def of_decoder(self) -> ModelSpec:
         """Return the spec of the architecture's decoder alone, which returns hidden states."""

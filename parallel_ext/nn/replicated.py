@@ -44,12 +44,8 @@ def _patches(layer: nn.Conv2d, images: torch.Tensor) -> torch.Tensor:
 _FORWARDS = {nn.Linear: _linear, nn.LayerNorm: _layer_norm, nn.Conv2d: _patches}
 
 
-def fix_replicated(model: nn.Module) -> None:
-    """Give a model's linears, layer norms and embeddings of patches forwards with fixed bits.
-
-    Raises:
-        ValueError: a layer is of another kind than these forwards serve.
-    """
+def check_replicated(model: nn.Module) -> None:
+    """Raise a ValueError if a layer of these kinds does more than :func:`fix_replicated` serves."""
     for name, layer in model.named_modules():
         is_conv = type(layer) is nn.Conv2d
         if is_conv and (layer.stride != layer.kernel_size or layer.padding != (0, 0)):
@@ -57,5 +53,16 @@ def fix_replicated(model: nn.Module) -> None:
                 f"px.Invariant serves convolutions of patches, but {name} has the kernel "
                 f"{layer.kernel_size}, stride {layer.stride} and padding {layer.padding}"
             )
-        if type(layer) in _FORWARDS:
+        if isinstance(layer, nn.LayerNorm) and (
+            type(layer) is not nn.LayerNorm or None in (layer.weight, layer.bias)
+        ):
+            raise ValueError(
+                f"px.Invariant serves nn.LayerNorm with weight and bias, but {name} is {layer}"
+            )
+
+
+def fix_replicated(model: nn.Module) -> None:
+    """Give a model's linears, layer norms and embeddings of patches forwards with fixed bits."""
+    for layer in model.modules():
+        if type(layer) in _FORWARDS and "forward" not in vars(layer):
             layer.forward = MethodType(_FORWARDS[type(layer)], layer)

@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
+from parallel_ext.parallel.validate import dropouts_of
 
 POSITIONS = "position_embeddings"
 """The argument of a decoder layer and its attention that has a place for each token."""
@@ -67,13 +68,12 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     behind = [path for path in norms if not path.startswith(f"{spec.layers}.")]
     if len(behind) != 1:
         there = ", ".join(behind) or "none"
-        yield f"needs one norm behind the decoder layers, but there are {there}"
-    for path, module in model.get_submodule(spec.layers).named_modules():
-        if type(module) is nn.Dropout and module.p > 0:
-            yield (
-                "does not serve dropout between the sublayers, whose masks would depend on the "
-                f"layout; set that of {spec.layers}.{path}, {module.p}, to 0"
-            )
+        yield f"needs one norm with weights behind the decoder layers, but there are {there}"
+    for place, probability in dropouts_of(model).items():
+        yield (
+            "does not serve dropout between the sublayers, whose masks would depend on the layout; "
+            f"set that of {place}, {probability}, to 0"
+        )
 
 
 def sublayers_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Sublayer]:

@@ -154,6 +154,8 @@ def _wants_logits(model: nn.Module, state: ParallelState) -> bool:
 def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, float]:
     """Return what the class's forward does to the logits, as options of the loss."""
     spec, changes = state.spec, {}
+    if spec.logits_factor is not None:
+        changes["logit_scale"] = getattr(model.config, spec.logits_factor)
     if spec.logits_divisor is not None:
         changes["logit_scale"] = 1.0 / getattr(model.config, spec.logits_divisor)
     if spec.logits_softcap is not None:

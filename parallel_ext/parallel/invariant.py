@@ -27,11 +27,12 @@ from parallel_ext.nn.blocks import (
     FixedSilu,
     replicated_linear,
 )
-from parallel_ext.nn.replicated import fix_replicated
+from parallel_ext.nn.replicated import check_replicated, fix_replicated
 from parallel_ext.nn.routing import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import ConfigOfRank, Replacer
+from parallel_ext.parallel.validate import dropouts_of
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
@@ -60,6 +61,11 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             "px.Invariant does not serve attention_dropout, whose masks depend on the layout; set "
             "it to 0"
         )
+    for place, probability in dropouts_of(model).items():
+        raise ValueError(
+            f"px.Invariant does not serve the model's own dropout, whose masks depend on the "
+            f"layout; set that of {place}, {probability}, to 0"
+        )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for path, sublayer in spec.sublayers(names).items():
         module = model.get_submodule(path)
@@ -73,6 +79,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             for name, child in module.named_children():
                 if name not in sublayer.modules() and _fixed(child) is None:
                     raise _of_unknown_activation(f"{path}.{name}", child)
+    check_replicated(model)
     if spec.regions:
         for name, child in model.named_modules():
             if type(child).__module__ in _ACTIVATIONS and _fixed(child) is None:
@@ -210,7 +217,7 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
             _replace_mlp(put, path, sublayer)
     if spec.regions:
         _replace_activations(model)
-        fix_replicated(model)
+    fix_replicated(model)
     put.head(spec.head)
     head = model.get_submodule(spec.head)
     head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)

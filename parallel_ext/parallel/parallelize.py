@@ -34,6 +34,7 @@ from parallel_ext.parallel.validate import (
     check_servable,
     check_unsharded,
     check_unwrapped,
+    dropouts_of,
     spec_for,
 )
 from parallel_ext.parallel.watch_forward import watch_forward
@@ -181,7 +182,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         if hasattr(model, name):  # published code of before transformers 5 does not generate
             setattr(model, name, MethodType(_in_place_of(type(model), function), model))
     state.own_forward = model.forward.__func__
-    state.drops = any(type(each) is nn.Dropout and each.p > 0 for each in model.modules())
+    state.drops = bool(dropouts_of(model))
     watch_forward(model)
     if plan.options.invariant is None:
         enter_and_leave(model, plan)

@@ -135,7 +135,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         of_model += _MIXTURE_MODEL_ATTRIBUTES
         of_config += (spec.mixture.num_experts, "output_router_logits")
         of_config += (spec.mixture.jitter,) if spec.mixture.jitter else ()
-    of_config += tuple(filter(None, (spec.logits_divisor, spec.logits_softcap)))
+    of_config += spec.of_logits
     missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
     missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
@@ -217,6 +217,27 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             "masks would differ from those of a single process; set it to 0, or pass "
             "allow_different_dropout=True"
         )
+
+
+def dropouts_of(model: nn.Module) -> dict[str, float]:
+    """Map what drops numbers of a plain model in training to its probability.
+
+    Modules by their paths, then attributes of the configuration, which functions drop by; without
+    those of attention, whose masks belong to heads, and of classifiers.
+    """
+    modules = {
+        path: module.p
+        for path, module in model.named_modules()
+        if type(module) is nn.Dropout and module.p > 0
+    }
+    others = ("attention_dropout", "classifier_dropout")
+    attributes = {
+        f"config.{name}": value
+        for name, value in model.config.to_dict().items()
+        if name.endswith(("dropout", "pdrop")) and name not in others
+        if isinstance(value, float) and value > 0
+    }
+    return modules | attributes
 
 
 def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:

@@ -27,7 +27,7 @@ from reference import (
 )
 from reference_invariant import BITS, assert_bits, digests
 from reference_ops import aten_path, threads
-from test_specs import OfSpec, in_fp64
+from test_specs import OfSpec, in_fp64, with_dropout
 from torch import nn
 
 import parallel_ext as px
@@ -66,6 +66,9 @@ KINDS = {
     "bf16 olmo3": OfSpec("olmo3", dtype=torch.bfloat16, heads=9, key_value_heads=9),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
     "phi3": OfSpec("phi3", dtype=torch.float32),
+    "starcoder2": OfSpec("starcoder2", dtype=torch.float32, heads=8, key_value_heads=2),
+    "bf16 cohere2": OfSpec("cohere2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
+    "bf16 olmoe": OfSpec("olmoe", dtype=torch.bfloat16, heads=9, key_value_heads=9),
 }
 
 
@@ -304,6 +307,12 @@ def _with_another_norm() -> nn.Module:
     return model
 
 
+def _without_bias() -> nn.Module:
+    model = OfSpec("starcoder2", dtype=torch.float32).model()
+    model.model.norm = nn.LayerNorm(72, bias=False)
+    return model
+
+
 def _refusals() -> list[Any]:
     mesh = mesh_of()
 
@@ -330,6 +339,8 @@ def _refusals() -> list[Any]:
         *eager,
         refusal(lambda: made(_with_another_norm())),
         refusal(lambda: made(model_of(attention_dropout=0.1))),
+        refusal(lambda: made(with_dropout())),
+        refusal(lambda: made(_without_bias())),
         refusal(lambda: made(model_of(hidden_act="relu"))),
         refusal(lambda: made(model_of(head_dim=10))),
         refusal(lambda: made(OfSpec("olmo2", dtype=torch.float32).model())),
@@ -368,6 +379,8 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "has 'eager'",
         "is a LayerNorm",
         "attention_dropout",
+        "set that of config.residual_dropout, 0.1, to 0",
+        "nn.LayerNorm with weight and bias, but model.norm",
         "mlp.act_fn is a ReLU",
         "self_attn have 10",
         "with as many key-value heads",

@@ -39,6 +39,7 @@ from reference_mixtral import (
     parity,
 )
 from reference_ops import counted_both_ways
+from test_specs import with_dropout
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -474,6 +475,8 @@ def _refused(case: str) -> None:
                 **{"resid_pdrop": 0.1, "pad_token_id": 0, "max_position_embeddings": 64},
             )
         )
+    elif case == "dropout by a function":
+        model = with_dropout()
     elif case == "embedding elsewhere":
         check_sequence_parallel(model, replace(SPECS["llama"], embedding="embed_tokens"))
     elif case == "an entry":
@@ -498,7 +501,8 @@ REFUSALS = {
     "another mixture": "only linears are right; model.layers.1.mlp.norm is a LayerNorm",
     "unnamed noise": "name it by block_jitter in the spec",
     "dropout": "does not serve dropout between the sublayers",
-    "two norms": "needs one norm behind the decoder layers, but there are",
+    "dropout by a function": "set that of config.residual_dropout, 0.1, to 0",
+    "two norms": "needs one norm with weights behind the decoder layers, but there are",
     "embedding elsewhere": "beside the decoder layers in 'model', but it is embed_tokens",
     "an entry": "does not serve the entry of model.layers.0.mlp",
     "layers without positions": "which tell the number of tokens; model.layers.0 is a Identity",

@@ -15,24 +15,31 @@ from reference_ops import data_bytes, threads
 
 import parallel_ext as px
 
-SIZES = {"hidden_size": 256, "intermediate_size": 300, "num_attention_heads": 4}
+SIZES = {
+    **{"hidden_size": 256, "intermediate_size": 300, "num_attention_heads": 4, "vocab_size": 1009},
+    **{"num_hidden_layers": 1, "num_key_value_heads": 2},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
 """Weights that BLAS multiplies by other kernels as its threads and rows vary, of 1000 tokens."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "cohere2": {},
+    "qwen2_moe": {  # with all modules of those before
+        **{"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 300},
+        "shared_expert_intermediate_size": 300,
+    },
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},  # torch's LayerNorm
+}
+ALWAYS = ("qwen2_moe", "starcoder2")
 
 
 def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
     """Losses, norms and gradients of two steps, and the digest."""
-    config, name = transformers.LlamaConfig, "Llama"
-    options: dict[str, Any] = {}
-    if kind == "mixtral":
-        config, name = transformers.MixtralConfig, "Mixtral"
-        options = {"num_local_experts": 3, "num_experts_per_tok": 2}
-    if kind == "qwen2_moe":
-        config, name = transformers.Qwen2MoeConfig, "Qwen2Moe"
-        options = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 300}
-        options["shared_expert_intermediate_size"] = 300
     torch.manual_seed(1)
-    made = config(vocab_size=1009, num_hidden_layers=1, num_key_value_heads=2, **SIZES, **options)
-    reference = getattr(transformers, f"{name}ForCausalLM")(made).to(dtype).train()
+    made = transformers.CONFIG_MAPPING[kind](**SIZES, **KINDS[kind])
+    reference = transformers.AutoModelForCausalLM.from_config(made).to(dtype).train()
     model = px.parallelize(reference, mesh_of(), invariant=px.Invariant(4, leaves=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found: list[Any] = []
@@ -53,8 +60,7 @@ def _check(ranks: int, counts: Sequence[int], dtype: torch.dtype, kind: str) -> 
         assert pool(ranks).run(_bits, count, dtype, kind) == whole
 
 
-KINDS = ("llama", "mixtral", "qwen2_moe")  # the last has all modules of the others
-OFTEN = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != KINDS[-1])) for kind in KINDS]
+OFTEN = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ALWAYS)) for kind in KINDS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
