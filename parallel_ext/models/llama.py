@@ -26,12 +26,13 @@ AS_LLAMA = tuple(
     replace(LLAMA, model_type=name)
     for name in (
         *("mistral", "ministral", "ministral3", "qwen2", "smollm3", "olmo", "helium"),
-        "seed_oss",
+        *("seed_oss", "qwen2_vl_text", "qwen2_5_vl_text"),
     )
 )
 QWEN3 = replace(
     LLAMA, model_type="qwen3", attention=replace(ATTENTION, head_norms=("q_norm", "k_norm"))
 )
+QWEN3_VL_TEXT = replace(QWEN3, model_type="qwen3_vl_text")
 EXAONE4 = replace(QWEN3, model_type="exaone4")
 HUNYUAN = replace(
     LLAMA,
@@ -70,6 +71,6 @@ STARCODER2 = replace(
 )
 
 DENSE = (
-    *(LLAMA, *AS_LLAMA, QWEN3, EXAONE4, HUNYUAN, OLMO2, OLMO3, PHI3, GLM, GLM4, GRANITE),
-    *(COHERE, COHERE2, NEMOTRON, ARCEE, STARCODER2),
+    *(LLAMA, *AS_LLAMA, QWEN3, QWEN3_VL_TEXT, EXAONE4, HUNYUAN, OLMO2, OLMO3, PHI3, GLM, GLM4),
+    *(GRANITE, COHERE, COHERE2, NEMOTRON, ARCEE, STARCODER2),
 )

@@ -14,6 +14,9 @@ from parallel_ext.parallel.validate import dropouts_of
 POSITIONS = "position_embeddings"
 """The argument of a decoder layer and its attention that has a place for each token."""
 
+_IMAGES = "visual_pos_masks"
+"""The argument of a decoder that adds features of images to its hidden states, as Qwen3-VL's."""
+
 
 def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
     """Raise a ValueError unless ranks can divide the tokens between a model's sublayers."""
@@ -53,6 +56,9 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
             f"needs decoder layers that are given {POSITIONS}, which tell the number of tokens; "
             f"{spec.layers}.0 is a {layer.__name__}"
         )
+    decoder = type(model.get_submodule(spec.decoder))
+    if _IMAGES in inspect.signature(decoder.forward).parameters:
+        yield f"does not serve {decoder.__name__}, which adds features of images to all tokens"
     if not spec.embedding.startswith(spec.in_decoder):
         yield (
             f"needs the embedding beside the decoder layers in {spec.decoder!r}, but it is "

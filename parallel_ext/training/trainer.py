@@ -91,18 +91,48 @@ class TrainerMixin(TrainerFiles):
             temporarily(self.args, average_tokens_across_devices=of_rank),
             temporarily(state_of(model), counts_share=around),
         ):
-            return super().compute_loss(
+            share = self._share_of_labels(inputs)
+            computed = super().compute_loss(
                 model,
                 inputs,
                 return_outputs=return_outputs,
                 num_items_in_batch=num_items_in_batch,
             )
+        if share is None:
+            return computed
+        loss, outputs = computed if return_outputs else (computed, None)
+        loss = loss.nan_to_num(nan=0.0) * share  # the mean of no label is not a number
+        return (loss, outputs) if return_outputs else loss
+
+    def _share_of_labels(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return what makes a dp rank's mean over its labels its share of the job's, or None.
+
+        Some of transformers' models of images, such as Qwen3-VL, take that mean of the logits of a
+        parallel decoder, whatever number of labels they are told.
+        """
+        model, labels = self.accelerator.unwrap_model(self.model), inputs.get("labels")
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        takes_mean = (
+            is_around(self.model)
+            and type(model).__module__.startswith("transformers.")
+            and state_of(model).spec.head is None
+            and not (self.model_accepts_loss_kwargs or self._has_own_loss)
+        )
+        if self._mesh.dp_size == 1 or not takes_mean:
+            return None
+        if not torch.is_tensor(labels) or labels.dim() < 2:
+            return None
+        own = (labels[..., 1:] != -100).sum().float()  # as the class counts them
+        return own / self.accelerator.reduce(own.clone(), "mean")
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return self.compute_loss_func is not None or self.label_smoother is not None
 
     @property
     def _computes_losses(self) -> bool:
         """Return whether losses are computed from the logits of a rank, and not by the model."""
-        own = self.compute_loss_func is not None or self.label_smoother is not None
-        return own or class_of_trl(self) == "SFTTrainer"
+        return self._has_own_loss or class_of_trl(self) == "SFTTrainer"
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train; under ``px.Invariant`` after a check that batches can be its leaves."""

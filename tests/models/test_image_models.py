@@ -97,13 +97,13 @@ def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
     return difference(mean / mesh.world_size, expected), of_weights
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_a_dp_rank_may_have_text_alone(kind: str) -> None:
     for differences in pool(2).run(_with_text_alone, kind, LAYOUTS[1]):
         assert max(differences) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_zero_3(kind: str) -> None:
     for differences in pool(4).run(_trained, kind, Layout(2, 2, 1), 3):
         assert max(differences) <= 1e-6
@@ -138,7 +138,7 @@ def _files(folder: str, kind: str) -> float:
     return max((full[n] - each).abs().max().item() for n, each in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
 
@@ -155,7 +155,7 @@ def _generated(kind: str, layout: Layout) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_it_generates_the_tokens_of_one_process(kind: str, layout: Layout) -> None:
     assert all(pool(2).run(_generated, kind, layout))
 

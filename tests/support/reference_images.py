@@ -25,7 +25,8 @@ _VISION = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
 }
-_PLACES = {"internvl": 1, "smolvlm": 1, "idefics3": 1}  # of an image, where not 4
+_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_ONE_PLACE = ("internvl", "smolvlm", "idefics3", *_QWENS)  # of an image; others have 4
 
 DECODERS = {
     "llava": "LlamaModel",
@@ -37,6 +38,9 @@ DECODERS = {
     "internvl": "Qwen2Model",
     "smolvlm": "LlamaModel",
     "idefics3": "LlamaModel",
+    "qwen2_vl": "Qwen2VLTextModel",
+    "qwen2_5_vl": "Qwen2_5_VLTextModel",
+    "qwen3_vl": "Qwen3VLTextModel",
 }
 """Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
 
@@ -69,6 +73,18 @@ def _config(kind: str) -> Any:
         vision, text = t.InternVLVisionConfig(**{**_VISION, **sides}), t.Qwen2Config(**_TEXT)
         sizes = {"image_seq_length": 1, "vision_feature_layer": -1}
         return t.InternVLConfig(vision_config=vision, text_config=text, **sizes, **token)
+    if kind in _QWENS:
+        vision = {
+            **{"depth": 2, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 24},
+            **{"num_heads": 2, "patch_size": 8, "spatial_merge_size": 1, "temporal_patch_size": 1},
+            **{"out_hidden_size": 64, "window_size": 8, "fullatt_block_indexes": [1]},
+            **{"deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+        }
+        if kind == "qwen2_vl":
+            vision["hidden_size"] = 64
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
+        return t.CONFIG_MAPPING[kind](vision_config=vision, text_config=text, **token)
     of = {"smolvlm": t.SmolVLMConfig, "idefics3": t.Idefics3Config}[kind]
     return of(vision_config=_VISION, text_config=llama, scale_factor=2, pad_token_id=0, **token)
 
@@ -91,7 +107,7 @@ def image_batch(
 ) -> dict[str, torch.Tensor]:
     """Images with texts; with ``answers`` another number of labels counts in each row."""
     generator = torch.Generator().manual_seed(seed)
-    places = _PLACES.get(kind, 4)
+    places = 1 if kind in _ONE_PLACE else 4
     ids = torch.randint(3, IMAGE, (rows, 5 + places), generator=generator)
     ids[:, 1 : 1 + places] = IMAGE
     pixels = torch.randn(rows, 3, 8, 8, generator=generator).double()
@@ -106,6 +122,10 @@ def image_batch(
         batch["image_sizes"] = torch.full((rows, 2), 8)
     if kind == "gemma3":
         batch["token_type_ids"] = (ids == IMAGE).long()
+    if kind in _QWENS:  # an image is one patch
+        batch["pixel_values"] = pixels.flatten(1)
+        batch["image_grid_thw"] = torch.ones(rows, 3, dtype=torch.long)
+        batch["mm_token_type_ids"] = (ids == IMAGE).int()
     if kind == "paligemma":  # what is answered
         batch["token_type_ids"] = (torch.arange(5 + places) > 5).long().repeat(rows, 1)
     return batch
