@@ -108,7 +108,7 @@ class TrainerMixin(TrainerFiles):
         """Return what makes a dp rank's mean over its labels its share of the job's, or None.
 
         Some of transformers' models of images, such as Qwen3-VL, take that mean of the logits of a
-        parallel decoder, whatever number of labels they are told.
+        parallel decoder, whatever number of labels they are given.
         """
         model, labels = self.accelerator.unwrap_model(self.model), inputs.get("labels")
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
