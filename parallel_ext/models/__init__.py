@@ -36,7 +36,6 @@ Its spec stands in :data:`SPECS` once that is imported.
 """
 
 MISSING = {
-    "gemma3": "an image tower beside the decoder; its text model, gemma3_text, is served",
     "gpt_oss": "experts with biases, and attention sinks, which belong to heads",
 }
 """``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
@@ -60,8 +59,16 @@ def own_model_type(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def why_unserved(model_type: object) -> str:
-    """Return what to do about a ``model_type`` without a spec, for errors."""
+def why_unserved(model_type: object, text_type: object = None) -> str:
+    """Return what to do about a ``model_type`` without a spec, for errors.
+
+    ``text_type`` is that of the ``text_config`` in a configuration, if there is one.
+    """
+    if isinstance(text_type, str) and text_type in SPECS:
+        return (
+            f"; it holds a decoder, {text_type!r}: load the model with transformers, and pass that "
+            "decoder to px.parallelize, as docs/models.md says of images"
+        )
     missing = MISSING.get(model_type) if isinstance(model_type, str) else None
     if missing is not None:
         return f"; not yet possible is {missing}"

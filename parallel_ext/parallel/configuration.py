@@ -52,6 +52,11 @@ def served() -> list[str]:
     return sorted({*SPECS, *OWN})
 
 
+def type_of_text(config: Any) -> Any:
+    """Return the ``model_type`` of the decoder of text in a configuration, None without one."""
+    return getattr(getattr(config, "text_config", None), "model_type", None)
+
+
 def configurations(
     directory: HFDirectory,
     vocab_size: int | None,
@@ -79,10 +84,12 @@ def configurations(
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")
     if not isinstance(model_type, str) or model_type not in SPECS:
-        custom = "; custom code that comes with files is not run" if "auto_map" in content else ""
+        text = content.get("text_config")
+        why = why_unserved(model_type, text.get("model_type") if isinstance(text, dict) else None)
+        if "auto_map" in content:
+            why = "; custom code that comes with files is not run"
         raise CheckpointError(
-            f"{path}: model_type is {shown(model_type)}, but served are "
-            f"{', '.join(served())}{custom or why_unserved(model_type)}"
+            f"{path}: model_type is {shown(model_type)}, but served are {', '.join(served())}{why}"
         )
     if wants_own_code and own is None and "auto_map" in content:
         raise CheckpointError(

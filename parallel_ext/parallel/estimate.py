@@ -24,6 +24,7 @@ from parallel_ext.io.stream import share_out
 from parallel_ext.models import own_model_type
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
+from parallel_ext.parallel.configuration import type_of_text
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
@@ -201,7 +202,14 @@ class Planner:
             content, _ = transformers.PreTrainedConfig.get_config_dict(source)
             if (own := own_model_type(content)) is not None:
                 return cls(transformers.CONFIG_MAPPING[own].from_dict(content))
-            return cls(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                text = type_of_text(config)
+                raise ValueError(
+                    f"a {config.model_type!r} is no causal language model, which alone is planned"
+                    + (f"; it holds a decoder of text, {text!r}" if text else "")
+                )
+            return cls(config)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: {error}") from error
         except Exception as error:  # transformers' own, for values that it has not checked

@@ -16,7 +16,7 @@ from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.nn.vocab import refuse_options
-from parallel_ext.parallel.configuration import served
+from parallel_ext.parallel.configuration import served, type_of_text
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import is_parallel
 from parallel_ext.sharding._torch_private import input_hooks, is_compiled, output_hooks
@@ -44,16 +44,18 @@ def spec_for(model: nn.Module) -> ModelSpec:
     Raises:
         ValueError: there is no spec for it.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
     classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
     own = own_model_type({"model_type": model_type, "architectures": [*classes]})
     cls = None if own is None else classes.get(OWN[own][0])
     if cls is not None and not cls.__module__.startswith("parallel_ext."):
         return PUBLISHED[own]
     if model_type not in SPECS:
+        why = why_unserved(model_type, type_of_text(config))
         raise ValueError(
             f"parallelize: no spec for model_type {model_type!r} ({type(model).__name__}); "
-            f"supported are {', '.join(served())}{why_unserved(model_type)}"
+            f"supported are {', '.join(served())}{why}"
         )
     spec = SPECS[model_type]
     if spec.mixture is not None:  # whose balance loss is defined with an output head only

@@ -379,6 +379,8 @@ def test_plan_says_that_there_is_no_such_directory(
     ("content", "options", "message"),
     [
         ('{"model_type": "bert"}', [], "no spec for model_type 'bert'"),
+        ('{"model_type": "llava"}', [], "is planned; it holds a decoder of text, 'llama'"),
+        ('{"model_type": "clip"}', [], "'clip' is no causal language model, which alone is"),
         ("{}", [], "Unrecognized model"),
         ("[]", [], "no model can be built from it: AttributeError"),
         ('{"model_type": "llama", "hidden_size": "big"}', [], "'hidden_size' expected int"),

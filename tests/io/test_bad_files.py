@@ -687,7 +687,11 @@ IN_CONFIG = {
         _config(gradient_checkpointing=True), (CONFIG, "gradient_checkpointing is True")
     ),
     "another architecture": Case(
-        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are cogagent, gemma")
+        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are arcee, cogagent")
+    ),
+    "images": Case(
+        _config(model_type="llava", text_config={"model_type": "llama"}),
+        (CONFIG, "it holds a decoder, 'llama': load the model with transformers"),
     ),
     "foreign code": Case(
         _config(model_type="lama", auto_map={"AutoConfig": "x.Y"}), (CONFIG, "custom code")

@@ -373,6 +373,7 @@ def test_register_refuses(spec: Any, error: type[Exception], words: str) -> None
     ("kind", "words"),
     [
         ("gpt_oss", "attention sinks"),
+        ("qwen3_vl", "it holds a decoder, 'qwen3_vl_text': load the model with transformers"),
         ("gpt2", "px.register takes a spec of your own"),
     ],
 )
