@@ -53,9 +53,8 @@ def check_replicated(model: nn.Module) -> None:
                 f"px.Invariant serves convolutions of patches, but {name} has the kernel "
                 f"{layer.kernel_size}, stride {layer.stride} and padding {layer.padding}"
             )
-        if isinstance(layer, nn.LayerNorm) and (
-            type(layer) is not nn.LayerNorm or None in (layer.weight, layer.bias)
-        ):
+        known = type(layer) is nn.LayerNorm and layer.bias is not None
+        if isinstance(layer, nn.LayerNorm) and not known:
             raise ValueError(
                 f"px.Invariant serves nn.LayerNorm with weight and bias, but {name} is {layer}"
             )
