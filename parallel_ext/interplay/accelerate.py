@@ -25,6 +25,7 @@ from parallel_ext.interplay.data_loaders import (
     refuse_unequal_numbers,
     seed_workers_of_dp_ranks,
     skip_first_batches,
+    warn_of_repeated_rows,
     with_counted_rows,
 )
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
@@ -323,6 +324,9 @@ def backward(plain: Plain, self: Accelerator, loss: torch.Tensor, **kwargs: Any)
     if running:
         end_leaves(running, self, loss, **kwargs)
     else:
+        # A trainer leaves out what is repeated.
+        if self.gradient_state.end_of_dataloader and not _modules_of_calling_trainer():
+            warn_of_repeated_rows(self, _meshes.get(self))
         plain(self, loss, **kwargs)
 
 
