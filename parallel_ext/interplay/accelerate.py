@@ -21,6 +21,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.data_loaders import (
     dp_ranks_as_processes,
     drawn_together,
+    keep_full_batches,
     keep_length,
     refuse_unequal_numbers,
     seed_workers_of_dp_ranks,
@@ -238,6 +239,7 @@ def prepare_data_loader(
     with nullcontext() if mesh is None else dp_ranks_as_processes(self, mesh):
         prepared = plain(self, data_loader, *args, **kwargs)
     keep_length(prepared, dataset, processes)
+    keep_full_batches(prepared, data_loader, of_models.dp_size)
     return prepared
 
 

@@ -213,3 +213,13 @@ def keep_length(prepared: DataLoader, dataset: Any, processes: int) -> None:
     if isinstance(shard, IterableDatasetShard) and hasattr(dataset, "__len__"):
         shard.total_dataset_length = len(dataset)
         prepared.batch_sampler.num_processes = processes
+
+
+def keep_full_batches(prepared: DataLoader, data_loader: DataLoader, dp_size: int) -> None:
+    """Tell accelerate's loader that a batch sampler of the script's own leaves out a short batch.
+
+    Of a loader that is given one, accelerate does not see it, and takes rows of a full batch for
+    rows that are there a second time.
+    """
+    if dp_size > 1 and getattr(data_loader.batch_sampler, "drop_last", False):
+        prepared._drop_last = True
