@@ -581,6 +581,14 @@ def _other_batch(job: Job, folder: Path) -> None:
                 assert torch.equal(parameter, value)
 
 
+def test_a_resume_from_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    empty = tmp_path / "checkpoint-9"
+    empty.mkdir()
+    for path in (empty, tmp_path / "none"):
+        words = f"{path} is no complete checkpoint of px.Trainer"
+        pool(2).assert_raises(run, JOBS["tp 2"], tmp_path, str(path), words=words)
+
+
 def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
     pool(2).run(run, JOBS["tp 2"], tmp_path)
     words = "was made with 8 rows a step, but this run has 4"
