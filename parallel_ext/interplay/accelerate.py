@@ -21,10 +21,12 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.data_loaders import (
     dp_ranks_as_processes,
     drawn_together,
+    keep_full_batches,
     keep_length,
     refuse_unequal_numbers,
     seed_workers_of_dp_ranks,
     skip_first_batches,
+    warn_of_repeated_rows,
     with_counted_rows,
 )
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
@@ -237,6 +239,7 @@ def prepare_data_loader(
     with nullcontext() if mesh is None else dp_ranks_as_processes(self, mesh):
         prepared = plain(self, data_loader, *args, **kwargs)
     keep_length(prepared, dataset, processes)
+    keep_full_batches(prepared, data_loader, of_models.dp_size)
     return prepared
 
 
@@ -323,6 +326,9 @@ def backward(plain: Plain, self: Accelerator, loss: torch.Tensor, **kwargs: Any)
     if running:
         end_leaves(running, self, loss, **kwargs)
     else:
+        # A trainer leaves out what is repeated.
+        if self.gradient_state.end_of_dataloader and not _modules_of_calling_trainer():
+            warn_of_repeated_rows(self, _meshes.get(self))
         plain(self, loss, **kwargs)
 
 

@@ -174,6 +174,19 @@ def refuse_unequal_numbers(accelerator: Accelerator, data_loader: DataLoader, dp
         )
 
 
+def warn_of_repeated_rows(accelerator: Accelerator, mesh: Mesh | None) -> None:
+    """Warn of a step on rows that accelerate repeats, where the batch is the last one."""
+    state = accelerator.gradient_state
+    filled = state.remainder > 0 and accelerator.even_batches
+    if mesh is not None and mesh.dp_size > 1 and mesh.rank == 0 and filled:
+        warn_user(
+            f"the last batch of the data loader has {state.remainder} rows for dp={mesh.dp_size} "
+            "ranks, and accelerate repeats others so that each has as many: these count twice in "
+            "this step, which one process does not do; pass drop_last=True to the data loader, or "
+            "choose a multiple of the rows of a step"
+        )
+
+
 def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     """Return a loader that knows at its end how many rows its last batch has.
 
@@ -200,3 +213,13 @@ def keep_length(prepared: DataLoader, dataset: Any, processes: int) -> None:
     if isinstance(shard, IterableDatasetShard) and hasattr(dataset, "__len__"):
         shard.total_dataset_length = len(dataset)
         prepared.batch_sampler.num_processes = processes
+
+
+def keep_full_batches(prepared: DataLoader, data_loader: DataLoader, dp_size: int) -> None:
+    """Tell accelerate's loader that a batch sampler of the script's own leaves out a short batch.
+
+    Of a loader that is given one, accelerate does not see it, and takes rows of a full batch for
+    rows that are there a second time.
+    """
+    if dp_size > 1 and getattr(data_loader.batch_sampler, "drop_last", False):
+        prepared._drop_last = True

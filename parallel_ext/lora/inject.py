@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from os.path import commonprefix
 from typing import Any
 
 import peft
@@ -15,6 +17,7 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import first_few, warn_user
 from parallel_ext.lora._peft_private import register_layers
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
@@ -32,6 +35,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.adopting import adopt_trained
+from parallel_ext.parallel.beside import parallel_parts
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.parallel.watch_forward import watch_forward
@@ -41,13 +45,33 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRow
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
 
 
+def _is_all_linear(config: peft.LoraConfig) -> bool:
+    return str(config.target_modules).lower() == "all-linear"
+
+
+def _warn_of_left_out(model: nn.Module, config: peft.LoraConfig) -> None:
+    """Warn of linears beside a parallel model, as of a tower of images, that PEFT would adapt."""
+    inside = tuple(f"{path}." if path else "" for path in parallel_parts(model))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    beside = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not path.startswith(inside)
+    ]
+    if _is_all_linear(config) and beside:
+        warn_user(
+            'target_modules="all-linear" adapts the linears of the parallel model. In one process '
+            f"PEFT adapts these too: {first_few(beside)}"
+        )
+
+
 def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
     """Write the targets into ``config`` by the names that they have in the model.
 
     "all-linear" means the linears of a parallel model. The names that experts had in transformers 4
     (``w1``) become ``target_parameters``, as PEFT does a little later.
     """
-    if str(config.target_modules).lower() == "all-linear":
+    if _is_all_linear(config):
         config.target_modules = {
             path.removesuffix(".base_layer")
             for path, module in model.named_modules()
@@ -89,7 +113,23 @@ def refuse_whole(
                 f"{op_name}: an adapter on {path} is not supported: "
                 + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
                 + '; target others, or "all-linear" for all that are sharded'
+                + _by_path(model, config)
             )
+
+
+def _by_path(model: nn.Module, config: peft.LoraConfig) -> str:
+    """Tell how to name what of a configuration's targets is sharded, if anything is."""
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, _LINEARS) and check_target_module_exists(config, path)
+    ]
+    if not paths:
+        return ""
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    above = commonprefix([path.rpartition(".")[0] + "." for path in paths]).rpartition(".")[0]
+    pattern = rf"{re.escape(above)}\..*\b({'|'.join(names)})"
+    return f', or target_modules=r"{pattern}" for these of them'
 
 
 def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
@@ -241,6 +281,8 @@ def inject_adapter(
         refuse_unsupported(config, op_name)
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{op_name}: add adapters before px.data_parallel shards the model")
+        if state.mesh.rank == 0:
+            _warn_of_left_out(model, config)
         resolve_targets(model, config)
         refuse_mixture(model, config, op_name, state)
         refuse_parameters(model, config, op_name)

@@ -14,7 +14,13 @@ from torch.nn import functional
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
-from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, row_layouts, shard_of
+from parallel_ext.nn.sharded_module import (
+    ShardedModule,
+    check_plain,
+    group_of_shards,
+    row_layouts,
+    shard_of,
+)
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks, version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
@@ -145,6 +151,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
             multiple_of: boundaries between the ranks' features are multiples of this, for example
                 of the head size.
         """
+        check_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
         group = group_of_shards(group)
         layouts = row_layouts(plain, group, multiple_of)
         bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None
@@ -277,6 +284,7 @@ class RowParallelLinear(ShardedModule):
             group: of consecutive ranks.
             multiple_of: as for the :class:`ColumnParallelLinear` in front.
         """
+        check_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
         group = group_of_shards(group)
         ranges = split(plain.in_features, group.size, multiple_of)
         layout = shard_along("weight", tuple(plain.weight.shape), 1, ranges)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallel_ext.distributed.control import world
 from parallel_ext.ops import Group
-from parallel_ext.sharding._torch_private import own_parameters
+from parallel_ext.sharding._torch_private import input_hooks, output_hooks, own_parameters
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.shards import LocalShard
 from parallel_ext.sharding.slices import like, local_part, take
@@ -128,6 +129,23 @@ class ShardedModule(nn.Module):
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
 
 
+def check_plain(plain: nn.Module, kind: type[nn.Module], op_name: str) -> None:
+    """Raise unless a module is torch's own of a kind, so that its weights say all that it does.
+
+    Raises:
+        TypeError: it is another.
+        ValueError: it has a forward, hooks, or parametrizations that its shards would not have.
+    """
+    if not isinstance(plain, kind):
+        raise TypeError(f"{op_name} takes a torch.nn.{kind.__name__}, got {type(plain).__name__}")
+    own_forward = type(plain).forward is not kind.forward or "forward" in vars(plain)
+    if own_forward or input_hooks(plain) or output_hooks(plain) or is_parametrized(plain):
+        raise ValueError(
+            f"{op_name}: this {type(plain).__name__} has a forward, hooks or parametrizations of "
+            "its own, which its shards would lose; take them off before"
+        )
+
+
 def group_of_shards(group: Group | dist.ProcessGroup) -> Group:
     """Return the handle of a group over whose ranks a module may be sharded.
 
@@ -136,8 +154,14 @@ def group_of_shards(group: Group | dist.ProcessGroup) -> Group:
             and (2, 3), not (0, 2) and (1, 3).
 
     Raises:
+        TypeError: it is no group, such as what ``new_group`` returns on ranks outside of it.
         ValueError: its ranks are others.
     """
+    if not isinstance(group, (Group, dist.ProcessGroup)):
+        raise TypeError(
+            "group must be a torch.distributed.ProcessGroup of which this rank is a member, or an "
+            f"ops.Group, got {group!r}"
+        )
     handle = group if isinstance(group, Group) else Group.of(group)
     own = world()[0]
     ranks = [own - handle.rank + place for place in range(handle.size)]

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError, check_positive, warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
@@ -25,6 +26,12 @@ from parallel_ext.parallel.options import check_options, check_text, dtype_of, l
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding._torch_private import without_wrappers
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.named_shards import named_shards
+from parallel_ext.sharding.slices import local_part
+
+_SAME = "give all ranks the same files and options"
+_SMALL = 1 << 16  # elements of a tensor whose values are compared
 
 
 def from_pretrained(
@@ -82,7 +89,9 @@ def from_pretrained(
             behind ``vocab_size`` is not zero; on all ranks.
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
         TypeError: there is no such option, or no mesh.
-        ValueError, DisagreementError: as :func:`parallelize`.
+        ValueError, DisagreementError: as :func:`parallelize`; also where the ranks' options,
+            configurations or files differ. Of the files what all ranks read is compared, such as
+            norms, but for large tensors.
 
     Example:
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
@@ -129,8 +138,10 @@ def from_pretrained(
         layout = state_of(model).layout
         if dtype is None:
             dtype = _dtype_of(model, directory)
+        _check_equal(model, dtype, mesh, op_name)
         directory.load_into(model, mesh, layout, op_name, dtype, device)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
+        _check_same_files(model, mesh, op_name)
     model.to(device)  # the buffers
     model.config.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
@@ -155,6 +166,28 @@ def _check(
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
     directory.check(state.layout.in_files(), state.spec.vocabulary)
+
+
+def _check_equal(
+    model: transformers.PreTrainedModel, dtype: torch.dtype | None, mesh: Mesh, op_name: str
+) -> None:
+    """Raise unless the ranks, each of which may have a copy of the files, are to load one model."""
+    options = {
+        f"config.{name}": repr(value)
+        for name, value in model.config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    require_equal(mesh.control, op_name, {"dtype": str(dtype), **options}, advice=_SAME)
+
+
+def _check_same_files(model: transformers.PreTrainedModel, mesh: Mesh, op_name: str) -> None:
+    """Raise where small tensors that all ranks have read, such as norms, differ."""
+    own = {
+        name: content_digest(local_part(parameter))
+        for name, parameter, layout in named_shards(model)
+        if layout.is_replicated and layout.numel <= _SMALL
+    }
+    require_equal(mesh.control, op_name, own, noun="the values in the files of ", advice=_SAME)
 
 
 def _dtype_of(model: transformers.PreTrainedModel, directory: HFDirectory) -> torch.dtype | None:

@@ -108,6 +108,11 @@ def parallelize(
     )
 
     def prepare() -> Plan:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"parallelize takes a model in memory, got {model!r}; px.from_pretrained(path, "
+                "mesh) loads one"
+            )
         options.check()
         spec = spec_for(model)
         check_unwrapped(model)
@@ -138,7 +143,8 @@ def parallelize(
 @contextmanager
 def _without_input_hooks(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Take away what checkpointing has hung on the embedding; the new one gets it afterwards."""
-    hooked = [each for each in model.modules() if remove_output_hooks(each, is_input_hook)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # which is refused
+    hooked = [each for each in modules if remove_output_hooks(each, is_input_hook)]
     try:
         yield
     finally:

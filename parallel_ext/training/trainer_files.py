@@ -125,13 +125,15 @@ class TrainerFiles:
         return self._mesh.control.all_gather_object(found)[0]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load nothing yet: the weights come with the optimizer, once that is there."""
+        """Check that there is one; its weights come with the optimizer, once that is there."""
+        checkpoint = Path(resume_from_checkpoint)
+        self._mesh.control.run_on_all("train", lambda: _step_in(checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         root = Path(checkpoint) / _FOLDER
-        path = self._mesh.control.run_on_all("train", lambda: _step_in(root))
+        path = self._mesh.control.run_on_all("train", lambda: _step_in(root.parent))
         loop = self._mesh.control.run_on_all("train", lambda: self._loop_in(path))
         optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
         if loop["optimizer"] is None:  # of save_only_model
@@ -182,16 +184,16 @@ def _link_files(source: Path, target: Path) -> None:
                 os.symlink(file.relative_to(target), target / file.name)
 
 
-def _step_in(root: Path) -> Path:
-    """Return the directory that ``px.save_checkpoint`` has written below a root.
+def _step_in(checkpoint: Path) -> Path:
+    """Return the directory that ``px.save_checkpoint`` has written in a trainer's checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the trainer's state is not there.
     """
-    path = latest_checkpoint(root)
-    if path is None:
+    path = latest_checkpoint(checkpoint / _FOLDER)
+    if path is None or not (checkpoint / _STATE).exists():
         raise CheckpointError(
-            f"{root.parent} is no complete checkpoint of px.Trainer; px.from_pretrained reads the "
+            f"{checkpoint} is no complete checkpoint of px.Trainer; px.from_pretrained reads the "
             "weights of a HuggingFace directory"
         )
     return path

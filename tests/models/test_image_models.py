@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from ranks import pool
@@ -169,6 +172,32 @@ def _generated_by_px() -> list[str]:
 def test_px_generate_is_refused_by_name() -> None:
     for texts in pool(2).run(_generated_by_px):
         assert all("draws from the output head of a parallel causal model" in t for t in texts)
+
+
+def _misused() -> tuple[list[str], list[str]]:
+    """Texts of refusals and warnings, and the modules that the advice of one reaches."""
+    reference, ours = _pair("llava", Layout(1, 2, 1).mesh())
+    texts = [refusal(lambda: ours.resize_token_embeddings(120))]
+    of_towers_too = px.LoraConfig(r=2, target_modules=["q_proj"])
+    texts.append(refusal(lambda: peft.get_peft_model(ours, of_towers_too)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        peft.get_peft_model(ours, px.LoraConfig(r=2, target_modules="all-linear"))
+    texts += [str(each.message) for each in caught if each.filename == __file__]
+    advice = texts[1].split('target_modules=r"')[1].split('"')[0]
+    return texts, [path for path, _ in reference.named_modules() if re.fullmatch(advice, path)]
+
+
+def test_what_reaches_beyond_the_decoder_is_named() -> None:
+    attentions = [f"model.language_model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    warned = []
+    for (resized, adapted, *warned_here), reached in pool(2).run(_misused):
+        assert "resize before px.parallelize" in resized
+        assert "every rank holds it whole" in adapted
+        assert reached == attentions
+        warned += warned_here
+    assert len(warned) == 1  # by rank 0
+    assert "PEFT adapts these too: model.vision_tower" in warned[0]
 
 
 class Tied(nn.Module):

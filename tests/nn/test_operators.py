@@ -13,6 +13,7 @@ from launch import TORCHRUN, finished, run_forked
 from ranks import pool
 from reference import mesh_of
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from parallel_ext import ops
 from parallel_ext.nn import (
@@ -146,6 +147,39 @@ def test_options_of_an_embedding_that_shards_have_not_are_refused(option: dict[s
     (name,) = option
     with pytest.raises(ValueError, match=f"the embedding has {name}=.*, which"):
         VocabParallelEmbedding.from_plain(nn.Embedding(7, 3, **option), ops.ALONE)
+
+
+class Doubled(nn.Linear):
+    """A layer with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def _hooked() -> nn.Module:
+    plain = nn.Linear(3, 7)
+    plain.register_forward_hook(lambda module, args, output: 2 * output)
+    return plain
+
+
+@pytest.mark.parametrize("parallel", [ColumnParallelLinear, RowParallelLinear, VocabParallelHead])
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        (lambda: nn.Conv1d(3, 7, 1), "takes a torch.nn.Linear, got Conv1d"),
+        (lambda: Doubled(3, 7), "this Doubled has a forward, hooks"),
+        (_hooked, "this Linear has a forward, hooks"),
+        (lambda: weight_norm(nn.Linear(3, 7)), "this ParametrizedLinear has a forward, hooks"),
+    ],
+)
+def test_what_shards_would_lose_is_refused(parallel: Any, plain: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{parallel.__name__}.from_plain.*{words}"):
+        parallel.from_plain(plain(), ops.ALONE)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="of which this rank is a member"):
+        ColumnParallelLinear.from_plain(nn.Linear(3, 7), dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_experts_with_biases_are_refused() -> None:

@@ -101,6 +101,16 @@ def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: 
     pool(2).assert_raises(_forward_with, change, error="IndexError", words=("tp rank 1", *words))
 
 
+def _path_on_rank_1() -> None:
+    plain = Tiny(layers=1, dtype=torch.float32).model()
+    px.parallelize("path/to/llama" if dist.get_rank() else plain, mesh_of())
+
+
+def test_a_path_in_place_of_a_model_is_refused_on_all_ranks() -> None:
+    words = "takes a model in memory, got 'path/to/llama'; px.from_pretrained"
+    pool(2).assert_raises(_path_on_rank_1, words=words)
+
+
 def _forward_of_ids_as(dtype: torch.dtype, labels: bool = False) -> torch.Tensor:
     model = parallel(TINY.model().eval(), mesh_of())
     ids = batch(101)["input_ids"].to(dtype)

@@ -83,6 +83,33 @@ def test_an_option_is_refused_before_a_file_is_opened(
         px.from_pretrained(folder, px.init_mesh(), **options)
 
 
+def _load_differently(folder: str, other: str, how: str) -> None:
+    mesh = mesh_of(tp=2)
+    if how == "dtype":
+        px.from_pretrained(folder, mesh, dtype=(torch.float32, torch.bfloat16)[mesh.rank])
+    elif how == "eps":
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config.rms_norm_eps = (1e-6, 1e-2)[mesh.rank]
+        px.from_pretrained(folder, mesh, config=config)
+    else:
+        px.from_pretrained((folder, other)[mesh.rank], mesh)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("dtype", "dtype must be equal on all ranks"),
+        ("eps", "config.rms_norm_eps must be equal on all ranks"),
+        ("files", "the values in the files of model.layers.0.input_layernorm.weight must be equal"),
+    ],
+)
+def test_ranks_that_load_different_models_are_told(tmp_path: Path, how: str, words: str) -> None:
+    paths = [str(tmp_path / str(seed)) for seed in (1, 2)]
+    for seed, path in enumerate(paths, 1):
+        Tiny(layers=1).model(seed).save_pretrained(path)
+    pool(2).assert_raises(_load_differently, *paths, how, error="DisagreementError", words=words)
+
+
 def _load_with_an_option_on_rank_1(folder: str) -> None:
     px.from_pretrained(folder, mesh_of(), **({"max_memory": 3} if mesh_of().rank else {}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,3 +194,21 @@ def test_a_loop_resumes_on_any_layout(
 def test_the_comparison_notices_tp_ranks_that_count_as_processes(tmp_path: Path) -> None:
     for raised in pool(2).run_raising(run, Layout(tp=2), tmp_path, False, True):
         assert isinstance(raised, Raised), "tp ranks had different batches"
+
+
+def _warned(layout: Layout, folder: Path, rows: int) -> list[str]:
+    with processes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = Job(layout, folder)
+        job.loader = job.accelerator.prepare(DataLoader(samples(rows, 1), 2))
+        job.epoch()
+    return [str(each.message) for each in caught if each.filename == __file__]
+
+
+def test_a_step_on_repeated_rows_is_warned_of(tmp_path: Path) -> None:
+    dp, tp = Layout(dp=2, zero=2), Layout(tp=2)
+    for layout, rows, expected in ((dp, 7, 1), (dp, 8, 0), (tp, 7, 0)):
+        first, second = pool(2).run(_warned, layout, tmp_path, rows)
+        assert second == []
+        assert len(first) == expected
+        assert all("has 3 rows for dp=2 ranks" in text for text in first)

@@ -26,6 +26,7 @@ from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from versions import needs_trainer
 
 import parallel_ext as px
@@ -296,6 +297,16 @@ def run(
                 unscaled.stop()
 
 
+class OwnBatches:
+    """Makes batches by a sampler of its own, which leaves out a last one that is not full."""
+
+    def get_train_dataloader(self) -> Any:
+        rows = self.train_dataset
+        batches = BatchSampler(SequentialSampler(rows), self.args.train_batch_size, drop_last=True)
+        loader = DataLoader(rows, batch_sampler=batches, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
 _expected: dict[str, Any] = {}
 
 
@@ -327,6 +338,21 @@ def test_a_training_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     job, theirs = JOBS[name], expected(name, tmp_path)
     for ours in pool(job.layout.world).run(run, job, tmp_path / "ours"):
         check_same(ours, theirs, job.error)
+
+
+def _by_own_batches(job: Job, folder: Path) -> list[Any]:
+    with world():
+        base = transformers.Trainer if job.layout is None else px.Trainer
+        trainer, logs = made(job, folder, cls=type("Own", (OwnBatches, base), {}))
+        trainer.train()
+        return [entry["loss"] for entry in logs.entries if "loss" in entry]
+
+
+def test_all_rows_of_own_batches_count_where_a_short_one_is_left_out(tmp_path: Path) -> None:
+    job = replace(JOBS["dp 2, without the last batch"], rows=(14, 7))
+    (theirs,) = pool(1).run(_by_own_batches, job.plain, tmp_path / "plain")
+    for ours in pool(2).run(_by_own_batches, job, tmp_path / "ours"):
+        assert ours == pytest.approx(theirs, rel=3e-7)
 
 
 def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> None:
@@ -553,6 +579,14 @@ def _other_batch(job: Job, folder: Path) -> None:
         finally:
             for parameter, value in zip(trainer.model.parameters(), before, strict=True):
                 assert torch.equal(parameter, value)
+
+
+def test_a_resume_from_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    empty = tmp_path / "checkpoint-9"
+    empty.mkdir()
+    for path in (empty, tmp_path / "none"):
+        words = f"{path} is no complete checkpoint of px.Trainer"
+        pool(2).assert_raises(run, JOBS["tp 2"], tmp_path, str(path), words=words)
 
 
 def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
