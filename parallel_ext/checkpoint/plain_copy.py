@@ -8,16 +8,7 @@ from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_man
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import (
-    Progress,
-    check_new,
-    copy_beside,
-    nothing,
-    rows_of,
-    write_rows,
-)
-from parallel_ext.io.safetensors_reader import SafetensorsFile
-from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.rewrite import Progress, check_new, copy_beside, copy_tensors, nothing
 
 
 def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
@@ -45,17 +36,8 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
         for name in own:
             if name.endswith(".safetensors"):
                 with manifest.open(path, name) as file:
-                    _copy(file, temporary / name, progress)
+                    copy_tensors(file, temporary / name, progress)
             else:
                 disk.write_file(temporary / name, manifest.read(path, name))
         copy_beside(path, temporary, without={*own, COMMIT_NAME})
     return sum(1 for file, _ in manifest.tensors.values() if file in own)
-
-
-def _copy(file: SafetensorsFile, out: Path, progress: Progress) -> None:
-    """Copy the tensors of a file; raise unless they are those that were written."""
-    ordered = sorted(file.tensors, key=lambda name: file.tensors[name].start)
-    specs = [TensorSpec(name, *file.tensors[name][:2]) for name in ordered]
-    write_rows(
-        out, specs, lambda spec: rows_of(file, spec.name, spec.shape), progress, file.metadata
-    )

@@ -125,3 +125,16 @@ def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterato
     row_bytes = file.tensors[name].dtype.itemsize * math.prod(shape[1:])
     for start, stop in row_ranges(shape, row_bytes):
         yield file.read_rows(name, start, stop)
+
+
+def copy_tensors(file: SafetensorsFile, out: Path, progress: Progress = nothing) -> None:
+    """Write the tensors of a file into a new one, in their order, with hashes in its header.
+
+    Raises:
+        CheckpointError, OSError: something cannot be read or written.
+    """
+    ordered = sorted(file.tensors, key=lambda name: file.tensors[name].start)
+    specs = [TensorSpec(name, *file.tensors[name][:2]) for name in ordered]
+    write_rows(
+        out, specs, lambda spec: rows_of(file, spec.name, spec.shape), progress, file.metadata
+    )

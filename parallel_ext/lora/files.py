@@ -19,6 +19,7 @@ from torch import nn
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.io.rewrite import copy_tensors
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.state_dict import gather_in_step
@@ -140,11 +141,12 @@ def _save(
     options = {name: value for name, value in options.items() if name != "is_main_process"}
     whole = {k: options[k] for k in ("save_embedding_layers",) if k in options}
 
+    adapters = options.get("selected_adapters") or list(self.peft_config)
+
     def choose() -> dict[str, tuple[torch.Tensor, TensorLayout]]:
         for refused in ("state_dict", "path_initial_model_for_weight_conversion"):
             if options.get(refused) is not None:
                 raise NotImplementedError(f"{op_name}: {refused} is not supported here")
-        adapters = options.get("selected_adapters") or list(self.peft_config)
         unknown = set(adapters) - self.peft_config.keys()
         if unknown:
             raise ValueError(f"{op_name}: there is no adapter {', '.join(sorted(unknown))}")
@@ -158,10 +160,24 @@ def _save(
     full = gather_in_step(chosen, mesh, op_name)
 
     def write() -> None:
-        if mesh.rank == 0:
-            plain(self, save_directory, **{**options, "state_dict": full})
+        if mesh.rank != 0:
+            return
+        plain(self, save_directory, **{**options, "state_dict": full})
+        if options.get("safe_serialization", True):
+            for adapter in adapters:
+                folder = Path(save_directory, "" if adapter == "default" else adapter)
+                _keep_hashes(folder / ADAPTER_NAME)
 
     mesh.control.run_on_all(op_name, write)
+
+
+def _keep_hashes(path: Path) -> None:
+    """Write a file of PEFT's again, with a hash of each tensor in its header."""
+    again = path.with_suffix(".again")
+    again.unlink(missing_ok=True)
+    with SafetensorsFile(path) as file:
+        copy_tensors(file, again)
+    again.replace(path)
 
 
 def load_adapter(

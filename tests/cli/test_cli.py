@@ -127,12 +127,15 @@ def test_verify_finds_one_changed_byte(
     assert "hash" in wrong
 
 
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("two/model", "HuggingFace model"), ("adapter", "adapter")]
+)
 def test_verify_compares_a_model_with_the_hashes_in_its_file(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str, kind: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = shutil.copytree(saved / "two" / "model", tmp_path / "copy")
+    model = shutil.copytree(saved / folder, tmp_path / "copy")
     found = _json(capsys, 0, "verify", model)
-    assert found["kind"] == "HuggingFace model"
+    assert found["kind"] == kind
     assert found["checked"] == "every byte of its tensors is that which was written"
     file = next(model.glob("*.safetensors"))
     content = file.read_bytes()
