@@ -41,8 +41,12 @@ def open_or_create(path: Path) -> FileIO:
 
 
 def reserve(file: FileIO, size: int) -> None:
-    """Make the file ``size`` bytes long, so that a full disk is found now."""
-    os.posix_fallocate(file.fileno(), 0, size)
+    """Make the file ``size`` bytes long, so that a full disk is found now; the error names it."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        error.filename = file.name
+        raise
 
 
 def write(file: FileIO, memory: memoryview, offset: int) -> None:

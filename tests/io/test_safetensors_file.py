@@ -204,6 +204,12 @@ def test_the_writer_refuses_what_its_header_does_not_say(tmp_path: Path) -> None
         SafetensorsWriter(tmp_path / "twice", [specs[0], specs[0]])
 
 
+def test_a_disk_without_room_is_named_by_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    with pytest.raises(OSError, match="large.safetensors"):
+        SafetensorsWriter(path, [TensorSpec("w", torch.float32, (1 << 58,))])
+
+
 def test_every_changed_byte_of_a_file_of_a_model_is_found(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     _write(path, {"a": torch.randn(3, 4), "none": torch.empty(0, 4), "b": torch.ones(3).half()})
