@@ -385,7 +385,7 @@ def test_plan_says_that_there_is_no_such_directory(
         ('{"model_type": "llava"}', [], "is planned; it holds a decoder of text, 'llama'"),
         ('{"model_type": "clip"}', [], "'clip' is no causal language model, which alone is"),
         ("{}", [], "Unrecognized model"),
-        ("[]", [], "no model can be built from it: AttributeError"),
+        ("[]", [], "no model can be built from it: "),
         ('{"model_type": "llama", "hidden_size": "big"}', [], "'hidden_size' expected int"),
         ('{"model_type": "llama", "num_hidden_layers": -1}', [], "without layers"),
         ('{"model_type": "llama"}', ["--ep", "2"], "a model without experts has ep=1"),
