@@ -35,7 +35,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.adopting import adopt_trained
-from parallel_ext.parallel.beside import parallel_parts
+from parallel_ext.parallel.beside import beginnings_inside
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.parallel.watch_forward import watch_forward
@@ -51,14 +51,16 @@ def _is_all_linear(config: peft.LoraConfig) -> bool:
 
 def _warn_of_left_out(model: nn.Module, config: peft.LoraConfig) -> None:
     """Warn of linears beside a parallel model, as of a tower of images, that PEFT would adapt."""
-    inside = tuple(f"{path}." if path else "" for path in parallel_parts(model))
+    if not _is_all_linear(config):
+        return
+    inside = beginnings_inside(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     beside = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not path.startswith(inside)
     ]
-    if _is_all_linear(config) and beside:
+    if beside:
         warn_user(
             'target_modules="all-linear" adapts the linears of the parallel model. In one process '
             f"PEFT adapts these too: {first_few(beside)}"

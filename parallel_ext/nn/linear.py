@@ -16,13 +16,14 @@ from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
 from parallel_ext.nn.sharded_module import (
     ShardedModule,
-    check_plain,
+    does_more,
     group_of_shards,
+    require_plain,
     row_layouts,
     shard_of,
 )
 from parallel_ext.ops import Group
-from parallel_ext.sharding._torch_private import input_hooks, output_hooks, version_of
+from parallel_ext.sharding._torch_private import version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 
@@ -151,7 +152,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
             multiple_of: boundaries between the ranks' features are multiples of this, for example
                 of the head size.
         """
-        check_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
+        require_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
         group = group_of_shards(group)
         layouts = row_layouts(plain, group, multiple_of)
         bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None
@@ -227,7 +228,7 @@ def can_be_computed_together(layers: Sequence[nn.Module], input: torch.Tensor) -
     return all(
         type(layer) is ColumnParallelLinear  # FSDP and parametrizations change the class
         and type(layer.weight) in (torch.Tensor, nn.Parameter)
-        and not (input_hooks(layer) or output_hooks(layer) or "forward" in vars(layer))
+        and not does_more(layer)
         for layer in layers
     )
 
@@ -284,7 +285,7 @@ class RowParallelLinear(ShardedModule):
             group: of consecutive ranks.
             multiple_of: as for the :class:`ColumnParallelLinear` in front.
         """
-        check_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
+        require_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
         group = group_of_shards(group)
         ranges = split(plain.in_features, group.size, multiple_of)
         layout = shard_along("weight", tuple(plain.weight.shape), 1, ranges)

@@ -129,7 +129,12 @@ class ShardedModule(nn.Module):
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
 
 
-def check_plain(plain: nn.Module, kind: type[nn.Module], op_name: str) -> None:
+def does_more(module: nn.Module) -> bool:
+    """Return whether a module does more than its class: by hooks, or a forward of its own."""
+    return bool(input_hooks(module) or output_hooks(module) or "forward" in vars(module))
+
+
+def require_plain(plain: nn.Module, kind: type[nn.Module], op_name: str) -> None:
     """Raise unless a module is torch's own of a kind, so that its weights say all that it does.
 
     Raises:
@@ -138,8 +143,7 @@ def check_plain(plain: nn.Module, kind: type[nn.Module], op_name: str) -> None:
     """
     if not isinstance(plain, kind):
         raise TypeError(f"{op_name} takes a torch.nn.{kind.__name__}, got {type(plain).__name__}")
-    own_forward = type(plain).forward is not kind.forward or "forward" in vars(plain)
-    if own_forward or input_hooks(plain) or output_hooks(plain) or is_parametrized(plain):
+    if type(plain).forward is not kind.forward or does_more(plain) or is_parametrized(plain):
         raise ValueError(
             f"{op_name}: this {type(plain).__name__} has a forward, hooks or parametrizations of "
             "its own, which its shards would lose; take them off before"

@@ -15,8 +15,8 @@ from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.initial_values import drawn, drawn_linear
 from parallel_ext.nn.sharded_module import (
     ShardedModule,
-    check_plain,
     group_of_shards,
+    require_plain,
     row_layouts,
     shard_of,
 )
@@ -113,7 +113,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         Raises:
             ValueError: ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
         """
-        check_plain(plain, nn.Embedding, f"{cls.__name__}.from_plain")
+        require_plain(plain, nn.Embedding, f"{cls.__name__}.from_plain")
         refuse_options(plain, "the embedding")
         group = group_of_shards(group)
         ranges = split(plain.num_embeddings, group.size, vocab_multiple_of)
@@ -255,7 +255,7 @@ class VocabParallelHead(_RowsOfVocabulary):
             vocab_multiple_of: boundaries between the ranks' rows are multiples of this.
             weight: that of a :class:`VocabParallelEmbedding` to which the head is tied.
         """
-        check_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
+        require_plain(plain, nn.Linear, f"{cls.__name__}.from_plain")
         group = group_of_shards(group)
         layouts = row_layouts(plain, group, vocab_multiple_of)
         bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None

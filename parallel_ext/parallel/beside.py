@@ -20,6 +20,11 @@ def parallel_parts(module: nn.Module) -> dict[str, nn.Module]:
     return {path: each for path, each in module.named_modules() if own_state(each) is not None}
 
 
+def beginnings_inside(module: nn.Module) -> tuple[str, ...]:
+    """Return how the names begin of all that belongs to a parallel model in a module."""
+    return tuple(f"{path}." if path else "" for path in parallel_parts(module))
+
+
 def is_around(module: nn.Module) -> bool:
     """Return whether a module is one of a user's own around a parallel model; PEFT's is not."""
     return next(iter(parallel_parts(module)), "") not in ("", "base_model.model")
@@ -36,7 +41,7 @@ def parameters_beside(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what files hold of a module beside the parallel models in it, by each of its names."""
-    inside = tuple(f"{path}." if path else "" for path in parallel_parts(module))
+    inside = beginnings_inside(module)
     tensors = (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module))
     return ((name, each) for name, each in tensors if not name.startswith(inside))
 

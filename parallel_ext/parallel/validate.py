@@ -14,12 +14,13 @@ from parallel_ext.models import OWN, PUBLISHED, SPECS, own_model_type, why_unser
 from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
+from parallel_ext.nn.sharded_module import does_more
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.nn.vocab import refuse_options
 from parallel_ext.parallel.configuration import served, type_of_text
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import is_parallel
-from parallel_ext.sharding._torch_private import input_hooks, is_compiled, output_hooks
+from parallel_ext.sharding._torch_private import is_compiled
 from parallel_ext.sharding.digests import content_digest
 
 _MODEL_ATTRIBUTES = (
@@ -112,7 +113,7 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
 def _check_bare(path: str, module: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         refuse_gradient_hooks("parallelize", f"{path}.{name}", parameter)
-    if output_hooks(module) or input_hooks(module) or "forward" in module.__dict__:
+    if does_more(module):
         raise ValueError(
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "
             "would lose; add them after parallelize"

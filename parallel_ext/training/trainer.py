@@ -101,7 +101,7 @@ class TrainerMixin(TrainerFiles):
         if share is None:
             return computed
         loss, outputs = computed if return_outputs else (computed, None)
-        loss = loss.nan_to_num(nan=0.0) * share  # the mean of no label is not a number
+        loss = torch.where(share > 0, loss, 0.0) * share  # the mean of no label is not a number
         return (loss, outputs) if return_outputs else loss
 
     def _share_of_labels(self, inputs: dict[str, Any]) -> torch.Tensor | None:
@@ -110,17 +110,15 @@ class TrainerMixin(TrainerFiles):
         Some of transformers' models of images, such as Qwen3-VL, take that mean of the logits of a
         parallel decoder, whatever number of labels they are given.
         """
-        model, labels = self.accelerator.unwrap_model(self.model), inputs.get("labels")
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        takes_mean = (
-            is_around(self.model)
-            and type(model).__module__.startswith("transformers.")
-            and state_of(model).spec.head is None
-            and not (self.model_accepts_loss_kwargs or self._has_own_loss)
-        )
-        if self._mesh.dp_size == 1 or not takes_mean:
+        labels = inputs.get("labels")
+        if self._mesh.dp_size == 1 or self.model_accepts_loss_kwargs or self._has_own_loss:
             return None
         if not torch.is_tensor(labels) or labels.dim() < 2:
+            return None
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        of_decoder = is_around(self.model) and state_of(model).spec.head is None
+        if not (of_decoder and type(model).__module__.startswith("transformers.")):
             return None
         own = (labels[..., 1:] != -100).sum().float()  # as the class counts them
         return own / self.accelerator.reduce(own.clone(), "mean")

@@ -132,14 +132,13 @@ class TrainerFiles:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        root = Path(checkpoint) / _FOLDER
-        path = self._mesh.control.run_on_all("train", lambda: _step_in(root.parent))
+        path = self._mesh.control.run_on_all("train", lambda: _step_in(Path(checkpoint)))
         loop = self._mesh.control.run_on_all("train", lambda: self._loop_in(path))
         optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
         if loop["optimizer"] is None:  # of save_only_model
             optimizer = scheduler = None
         before = rng.capture(self._mesh)  # by which samplers draw the rows that are skipped
-        load_checkpoint(root, self.model, optimizer, scheduler)
+        load_checkpoint(Path(checkpoint) / _FOLDER, self.model, optimizer, scheduler)
         self._random_states = rng.capture(self._mesh)
         rng.restore(before, self._mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def _by_trainer(
     trainer.train()
     trainer.save_model(folder)
     evaluated = trainer.evaluate(rows[:5])["eval_loss"]  # some dp rank gets rows a second time
+    lost = [{**row, "pixel_values": row["pixel_values"] * float("nan")} for row in rows[:5]]
+    assert math.isnan(trainer.evaluate(lost)["eval_loss"])  # the model's own is no zero
     logs = [e[k] for e in trainer.state.log_history if "loss" in e for k in ("grad_norm", "loss")]
     return [evaluated, *logs]
 
