@@ -305,6 +305,7 @@ class HFDirectory:
         op_name: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        in_fp32: Collection[str] = (),
     ) -> None:
         """Give every parameter on ``meta`` this rank's slices, and buffers what the files hold.
 
@@ -320,6 +321,7 @@ class HFDirectory:
             op_name: what the ranks are doing, for errors.
             dtype: of the floating-point parameters; None keeps that of the file.
             device: of the new parameters; ``mesh.device`` when None.
+            in_fp32: parts of the names of parameters that are fp32 in place of ``dtype``.
 
         Raises:
             CheckpointError: a tensor is missing or cannot be read.
@@ -333,7 +335,8 @@ class HFDirectory:
         buffers = {
             name: buffer
             for name, buffer in persistent_buffers(model)
-            if name in layout.buffers and name in self.shapes
+            if name in layout.buffers
+            and all(part.name in self.shapes for part in layout.parts_of(name))
         }
         tensors = [*(whole for _, whole in wanted), *(layout[name] for name in buffers)]
         parts = [
@@ -349,7 +352,8 @@ class HFDirectory:
             for each in parts:
                 if each.whole.name not in room:
                     shape = each.whole.local_shape(mesh.rank)
-                    kept = _kept(self.dtypes[each.name], dtype)
+                    fp32 = any(part in each.whole.name for part in in_fp32)
+                    kept = _kept(self.dtypes[each.name], torch.float32 if fp32 else dtype)
                     room[each.whole.name] = torch.empty(
                         shape, dtype=kept, device=device or mesh.device
                     )

@@ -9,8 +9,12 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
+from parallel_ext.models.deepseek_v3 import DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE
+from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from parallel_ext.models.llama import DENSE
+from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import OLMOE, QWEN3_MOE
@@ -25,6 +29,7 @@ SPECS: dict[str, ModelSpec] = {
         *DENSE,
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2),
     )
 }
 """The architectures that are served, by ``config.model_type``."""

@@ -48,6 +48,17 @@ def padding_of(generation_config: Any) -> torch.Tensor:
     return generation_config._pad_token_tensor
 
 
+# --- Loading ---
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Return parts of the names of tensors that stay fp32 in a model that is loaded as ``dtype``.
+
+    As the router of DeepSeek-V3.
+    """
+    return tuple(model._get_dtype_plan(dtype))
+
+
 # --- Steps of ``generate`` ---
 
 

@@ -26,7 +26,7 @@ AS_LLAMA = tuple(
     replace(LLAMA, model_type=name)
     for name in (
         *("mistral", "ministral", "ministral3", "qwen2", "smollm3", "olmo", "helium"),
-        *("seed_oss", "qwen2_vl_text", "qwen2_5_vl_text"),
+        *("seed_oss", "ernie4_5", "qwen2_vl_text", "qwen2_5_vl_text"),
     )
 )
 QWEN3 = replace(

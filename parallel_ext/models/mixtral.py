@@ -17,7 +17,7 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``MixtralTopKRouter`` does; a token's weights are in fp32 and have the sum 1."""
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    return logits, *choose(in_fp32(logits), router.top_k, True)
+    return logits, *choose.by_softmax(in_fp32(logits), router.top_k, True)
 
 
 MIXTRAL = ModelSpec(

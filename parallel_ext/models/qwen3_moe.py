@@ -20,7 +20,7 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    weights, expert_ids = choose(in_fp32(logits), router.top_k, router.norm_topk_prob)
+    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, router.norm_topk_prob)
     return logits, weights.to(logits.dtype), expert_ids
 
 

@@ -39,7 +39,8 @@ class ModelSpec:
         attention: the first sublayer of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
             has it.
-        regions: further sublayers, by their paths from the model.
+        regions: further sublayers, by their paths from the model. Of several for one module that
+            is meant whose linears are all there.
         shared: paths of modules whose output is read by several regions, as the image that all
             layers look at; it is copied to the ranks there.
         towers: paths of further lists of layers, which data parallelism shards one by one.
@@ -152,7 +153,8 @@ class ModelSpec:
         found: dict[str, Sublayer] = {}
         for layer in _numbered(f"{self.layers}.*", names):
             if self.attention is not None:
-                found[f"{layer}.{self.attention.name}"] = self.attention
+                path = f"{layer}.{self.attention.name}"
+                found[path] = self.attention.in_model(path, names)
             sublayer = self.mlp
             if self.mixture is not None:
                 experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}"
@@ -163,7 +165,9 @@ class ModelSpec:
             if isinstance(sublayer, MixtureNames) and sublayer.shared is not None:
                 found[f"{layer}.{sublayer.name}.{sublayer.shared.name}"] = sublayer.shared
         for region in self.regions:
-            found |= dict.fromkeys(_numbered(region.name, names), region)
+            for path in _numbered(region.name, names):
+                if path not in found or region.is_at(path, names):
+                    found[path] = region
         return found
 
     def modules(self, names: Collection[str]) -> tuple[str, ...]:

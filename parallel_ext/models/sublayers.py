@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel_ext.nn.routing import Route
@@ -36,10 +36,12 @@ class AttentionNames:
             times one name where one linear joins them, in this order.
         output: name in the attention; sharded by input features.
         head_norms: names in the attention of the norms of single heads. All heads share the weights
-            of one, which are replicated; each rank normalises its own heads.
+            of one, which are replicated; each rank normalises its own heads. A model may lack all
+            of them, by its configuration.
         query_norm, key_norm: names in the attention of the norms over all heads of the queries and
             of the keys; their weights are sharded as these. None where there is none.
         norm_class: of these two: RMSNorm in fp32 or wider, times the weight, then rounded.
+        norm_rounds_first: whether it rounds before it multiplies by the weight, as Llama's does.
     """
 
     name: str
@@ -51,6 +53,12 @@ class AttentionNames:
     query_norm: str | None = None
     key_norm: str | None = None
     norm_class: str | None = None
+    norm_rounds_first: bool = False
+
+    def in_model(self, path: str, names: Collection[str]) -> AttentionNames:
+        """Return the names of the attention at ``path`` in a model with such parameters."""
+        has_norms = any(f"{path}.{norm}.weight" in names for norm in self.head_norms)
+        return self if has_norms else replace(self, head_norms=())
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
@@ -137,6 +145,8 @@ class RegionNames:
             None where that is the input of the module itself.
         merges: whether the module returns something linear in ``outputs``, which have no bias: its
             output is then summed over the ranks once, in place of theirs.
+        in_parts: names in the module of layers in front of ``inputs``, as linears to a low rank and
+            norms. All ranks hold them whole, and use what they return for their own heads.
     """
 
     name: str
@@ -147,10 +157,16 @@ class RegionNames:
     forward: Callable[..., Any] | None = None
     entry: str | None = None
     merges: bool = False
+    in_parts: tuple[str, ...] = ()
+
+    def is_at(self, path: str, names: Collection[str]) -> bool:
+        """Return whether the module at ``path`` has all linears, by the parameters' names."""
+        return all(f"{path}.{name}.weight" in names for name in (*self.inputs, *self.outputs))
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
-        return (*self.inputs, *self.outputs, *([self.entry] if self.entry else []))
+        entry = [self.entry] if self.entry else []
+        return (*self.inputs, *self.outputs, *self.in_parts, *entry)
 
     def attributes(self) -> tuple[str, ...]:
         """Return the names of the sublayer's attributes that are read or changed."""
@@ -197,10 +213,14 @@ class MixtureNames:
         in_files: name of the sublayer in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``.
+        others_in_files: further tensors of the sublayer that have another name in files.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
         block_jitter: attribute of the module, the same.
-        shared: in the sublayer, an expert of all tokens, sharded over the tp ranks as an MLP; its
-            input are tokens [T, H]. None where there is none.
+        balances: whether the class adds a load balancing loss where ``output_router_logits`` asks
+            for it.
+        by_softmax: whether ``route`` chooses by a softmax alone; px.Invariant serves no other.
+        shared: in the sublayer, an expert of all tokens, sharded over the tp ranks as an MLP. None
+            where there is none.
         shared_gate: in the sublayer, the linear whose output it is multiplied by; replicated.
     """
 
@@ -218,6 +238,9 @@ class MixtureNames:
     down_in_files: str
     jitter: str | None = None
     block_jitter: str | None = None
+    balances: bool = True
+    by_softmax: bool = True
+    others_in_files: Mapping[str, str] = field(default_factory=dict)
     shared: RegionNames | None = None
     shared_gate: str | None = None
 
@@ -254,9 +277,12 @@ class MixtureNames:
     def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
         """Map each parameter of the sublayer at ``path`` to the tensors of files that it joins."""
         files = f"{path.removesuffix(self.name)}{self.in_files}"
-        router = f"{path}.{self.router}.weight"
-        box = tuple((0, size) for size in shapes[router])
-        found = {router: (Part(f"{files}.{self.router}.weight", router, box, index=False),)}
+        router = f"{self.router}.weight"
+        found = {}
+        for name, in_files in {router: router, **self.others_in_files}.items():
+            source = f"{path}.{name}"
+            box = tuple((0, size) for size in shapes[source])
+            found[source] = (Part(f"{files}.{in_files}", source, box, index=False),)
         for attribute, names in (
             (self.gate_up, self.gate_up_in_files),
             (self.down, (self.down_in_files,)),

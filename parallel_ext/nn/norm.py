@@ -23,6 +23,8 @@ class RMSNormOfShards(ShardedModule):
         group: the tensor-parallel group.
         replicas: the ranks that hold the same features, when several do.
         partials: sums the gradients of such features at the end of a backward.
+        rounds_first: whether the norm is rounded to the input's dtype before it is multiplied by
+            the weight, and not after it.
 
     Called with this rank's features [..., F] it returns them normalised, in the same dtype;
     computed in fp32 or wider. The sums of squares are all-reduced, in forward and in backward.
@@ -36,9 +38,10 @@ class RMSNormOfShards(ShardedModule):
         group: Group,
         replicas: Group = ops.ALONE,
         partials: PartialGradients | None = None,
+        rounds_first: bool = False,
     ) -> None:
         super().__init__(layouts, group)
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.rounds_first = weight, eps, rounds_first
         self.replicas, self.partials = replicas, partials
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -49,4 +52,6 @@ class RMSNormOfShards(ShardedModule):
         total = entered(ops.reduce_from_region(own, self.group), self.group, unchanged=True)
         weight = for_use(self.weight, layout.name, self.replicas, self.partials)
         normalized = wide * torch.rsqrt(total / layout.shape[0] + self.eps)
+        if self.rounds_first:
+            return weight * normalized.to(input.dtype)
         return (weight * normalized).to(input.dtype)

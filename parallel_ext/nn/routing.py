@@ -11,20 +11,30 @@ from torch import nn
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.ops import ExchangePlan, moe_router
 
-Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
-"""(logits [T, E], top_k, normalized) -> weights and expert ids [T, top_k]: ``ops.moe_router``."""
-
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input [..., K], weight [F, K]) -> [..., F], as ``nn.functional.linear``."""
 
-Route = Callable[
-    [nn.Module, torch.Tensor, Choose, Product], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-]
-"""(router, hidden states [..., H], choose, product) -> logits [T, E], weights and expert ids
-[T, top_k]."""
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(router, hidden states [..., H], choose, product, what else the router is given) -> logits
+[T, E], weights and expert ids [T, top_k]; ``choose`` is a :class:`Choose`."""
 
 Rule = Callable[..., torch.Tensor]
 """(tensor [T, E], top_k, part=0) -> ids of the chosen experts [T, top_k], int64, by shape alone."""
+
+
+class Choose(Protocol):
+    """Chooses the experts of tokens: of equal scores the lower id, the same when recomputed.
+
+    A route calls one of the two, once.
+    """
+
+    def by_softmax(
+        self, logits: torch.Tensor, top_k: int, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and ids [T, top_k] for logits [T, E], as :func:`ops.moe_router`."""
+
+    def best(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Return the ids [T, top_k] of the highest scores [T, E], which get no gradient."""
 
 
 class OfAllTokens(Protocol):
@@ -79,18 +89,28 @@ class Routing:
         return copy
 
     def forward(
-        self, router: nn.Module, hidden_states: torch.Tensor
+        self, router: nn.Module, hidden_states: torch.Tensor, *others: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stand for the router's own forward."""
-        return self.route(router, hidden_states, self._choose, self.product)
+        return self.route(router, hidden_states, self, self.product, *others)
 
-    def _choose(
+    def by_softmax(
         self, logits: torch.Tensor, top_k: int, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.choice = choice = once(self, lambda: _Choice(self._forced_ids(logits, top_k)))
+        choice = self._made(logits, top_k)
         weights, ids = moe_router(logits, top_k, normalized, choice.expert_ids)
         choice.expert_ids = ids
         return weights, ids
+
+    def best(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        choice = self._made(scores, top_k)
+        if choice.expert_ids is None:
+            choice.expert_ids = highest(scores.detach(), top_k)
+        return choice.expert_ids
+
+    def _made(self, scores: torch.Tensor, top_k: int) -> _Choice:
+        self.choice = once(self, lambda: _Choice(self._forced_ids(scores, top_k)))
+        return self.choice
 
     def _forced_ids(self, logits: torch.Tensor, top_k: int) -> torch.Tensor | None:
         if self.rule is None:
@@ -123,6 +143,11 @@ class Routing:
             self.choice.plan, self.choice = plan, None
         if self.observer is not None:
             self.observer(choices_per_expert, rows)
+
+
+def highest(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the places [T, number] of the highest scores [T, E] of each row, in their order."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
 
 
 def in_fp32(logits: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
         module = model.get_submodule(path)
         for name in beside_experts(module, sublayer) if isinstance(sublayer, MixtureNames) else []:
             linear = type(each := module.get_submodule(name)) is nn.Linear
-            if name != sublayer.router and not linear:
+            if not f"{name}.".startswith(f"{sublayer.router}.") and not linear:
                 yield (
                     "gives a mixture this rank's tokens, of which beside router and experts only "
                     f"linears are right; {path}.{name} is a {type(each).__name__}"

@@ -372,7 +372,7 @@ def _random_state(mesh: Mesh) -> torch.Tensor:
 
 def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
     """Return whether the class's forward adds a load balancing loss."""
-    if not state.routings:
+    if not state.routings or not state.spec.mixture.balances:
         return False
     asked = arguments.get("output_router_logits")
     return bool(model.config.output_router_logits if asked is None else asked)

@@ -14,6 +14,7 @@ from parallel_ext.distributed.errors import CheckpointError, check_positive, war
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.models._transformers_private import kept_in_fp32
 from parallel_ext.parallel.beside import (
     check_equal_beside,
     parallel_parts,
@@ -139,7 +140,8 @@ def from_pretrained(
         if dtype is None:
             dtype = _dtype_of(model, directory)
         _check_equal(model, dtype, mesh, op_name)
-        directory.load_into(model, mesh, layout, op_name, dtype, device)
+        fp32 = kept_in_fp32(model, dtype)
+        directory.load_into(model, mesh, layout, op_name, dtype, device, fp32)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
         _check_same_files(model, mesh, op_name)
     model.to(device)  # the buffers

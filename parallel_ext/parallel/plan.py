@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
-from parallel_ext.models.sublayers import MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -200,7 +200,8 @@ def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ..
     }
     if spec.attention is None:
         return ModelSizes(config.vocab_size, heads_of=heads_of)
-    attention = next((path for path, each in sublayers.items() if each is spec.attention), None)
+    attentions = (path for path, each in sublayers.items() if isinstance(each, AttentionNames))
+    attention = next(attentions, None)
     return ModelSizes(
         config.vocab_size,
         config.num_attention_heads,

@@ -310,17 +310,19 @@ class Replacer:
         if marks:
             WantSharded(path, layers, marks).attach(module)
 
-    def _norm_of_shards(self, path: str, replicas: Group) -> None:
+    def _norm_of_shards(self, path: str, replicas: Group, rounds_first: bool) -> None:
         weight, _, layouts = self.shards(path)
         eps = self.model.get_submodule(path).variance_epsilon
-        norm = RMSNormOfShards(weight, layouts, eps, self.mesh.tp, replicas, self.partials)
-        self.put(path, norm)
+        shared = (self.mesh.tp, replicas, self.partials)
+        self.put(path, RMSNormOfShards(weight, layouts, eps, *shared, rounds_first))
 
     def _norms_of_heads(self, path: str, names: AttentionNames) -> None:
-        if self.mesh.tp_size > 1:
-            for norm in (f"{path}.{name}" for name in names.head_norms):
-                module = self.model.get_submodule(norm)
-                UsedInParts(norm, self.mesh.tp).attach(module, self.partials)
+        self._used_in_parts(*(f"{path}.{name}" for name in names.head_norms))
+
+    def _used_in_parts(self, *paths: str) -> None:
+        for path in paths if self.mesh.tp_size > 1 else ():
+            module = self.model.get_submodule(path)
+            UsedInParts(path, self.mesh.tp).attach(module, self.partials)
 
     def joined_attention(self, path: str, names: AttentionNames) -> None:
         """Replace the projections of an attention of which one joins query, key and value."""
@@ -350,7 +352,7 @@ class Replacer:
             (names.key_norm, self._replicas),
         ):
             if name is not None and self.mesh.tp_size > 1:
-                self._norm_of_shards(f"{path}.{name}", replicas)
+                self._norm_of_shards(f"{path}.{name}", replicas, names.norm_rounds_first)
         self._norms_of_heads(path, names)
         heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
         self.model.get_submodule(path).num_key_value_groups = heads // key_value_heads
@@ -361,6 +363,7 @@ class Replacer:
         for name in names.outputs:
             self._row(f"{path}.{name}", sums=not names.merges)
         self.watch(path, *names.inputs, *names.outputs)
+        self._used_in_parts(*(f"{path}.{name}" for name in names.in_parts))
         module = self.model.get_submodule(path)
         for name in names.attributes():
             setattr(module, name, getattr(module, name) // self.mesh.tp_size)

@@ -328,7 +328,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
     decoder = model.get_submodule(spec.decoder)
-    if mixtures:
+    if mixtures and spec.mixture.balances:
         decoder.register_forward_pre_hook(WantLogits(own), with_kwargs=True)
     ends = (spec.embedding, f"{spec.layers}.0", norms[-1])
     watch = WatchEnds(own, *(path.removeprefix(spec.in_decoder) for path in ends))

@@ -35,8 +35,8 @@ CLASSIFIERS = (
     modeling_layers.GenericForTokenClassification,
 )
 _CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
-_ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "attention_dropout")
-_MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+_ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads")
+_BALANCE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 
 
 def spec_for(model: nn.Module) -> ModelSpec:
@@ -135,8 +135,9 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if spec.attention:
         of_config += _ATTENTION_CONFIG_ATTRIBUTES
     if spec.mixture:
-        of_model += _MIXTURE_MODEL_ATTRIBUTES
-        of_config += (spec.mixture.num_experts, "output_router_logits")
+        of_model += _BALANCE_MODEL_ATTRIBUTES if spec.mixture.balances else ()
+        of_config += ("output_router_logits",) if spec.mixture.balances else ()
+        of_config += (spec.mixture.num_experts,)
         of_config += (spec.mixture.jitter,) if spec.mixture.jitter else ()
     of_config += spec.of_logits
     missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
@@ -265,7 +266,7 @@ def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool
                 )
     noise = mixture.jitter_of(model.config)
     jitters = noise > 0 and mesh.tp_size > 1
-    if jitters and model.config.attention_dropout:
+    if jitters and getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
             f"parallelize: config.{mixture.jitter} and attention_dropout are both set; under "
             f"tp={mesh.tp_size} the dropout of a rank's own heads would advance its random state, "

@@ -367,9 +367,10 @@ class ModelLayout(Mapping[str, TensorLayout]):
 
     def in_files(self) -> ModelLayout:
         """Return the layout of the same model by the tensors of its files."""
-        parts = (part for name in self for part in self.parts_of(name))
+        parts = [part for name in self for part in self.parts_of(name)]
         tensors = {part.name: part.layout(self[part.source]) for part in parts}
-        return replace(self, tensors=tensors, parts={})
+        buffers = frozenset(part.name for part in parts if part.source in self.buffers)
+        return replace(self, tensors=tensors, parts={}, buffers=buffers)
 
     @property
     def copy_size(self) -> int:

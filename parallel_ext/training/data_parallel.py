@@ -190,6 +190,23 @@ def _check_torch() -> None:
         )
 
 
+def _of_other_dtypes(whole: nn.Module) -> list[nn.Module]:
+    """Return the modules in ``whole`` that are trained in other dtypes, as a router in fp32.
+
+    FSDP shards what has one dtype together. What it has sharded already is left out.
+    """
+    own = {
+        module: {
+            parameter.dtype
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad and not hasattr(parameter, "to_local")
+        }
+        for module in whole.modules()
+    }
+    found = [dtype for dtypes in own.values() for dtype in dtypes]
+    return [each for each, dtypes in own.items() if each is not whole and dtypes - {*found[:1]}]
+
+
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     # torch.distributed.fsdp takes longer to import than all of this package
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -213,8 +230,10 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 # Also with edp_size 1: no optimizer takes plain tensors and DTensors at once.
                 if isinstance(module, ExpertParallelExperts):
                     fully_shard(module, mesh=of_experts, **options)
-            fully_shard(layer, mesh=dense, **options)
-    fully_shard(model, mesh=dense, **options)
+            for module in (*_of_other_dtypes(layer), layer):
+                fully_shard(module, mesh=dense, **options)
+    for module in (*_of_other_dtypes(model), model):
+        fully_shard(module, mesh=dense, **options)
     # Before FSDP's, which gathers.
     model.register_forward_pre_hook(lambda *_: arrive("forward"), prepend=True)
     if state.invariant is not None:

@@ -119,7 +119,10 @@ def _compare(
     config = copy.deepcopy(model.config)
     with torch.random.fork_rng(devices=[]):  # its initial weights must not advance rank 0
         reference = type(model)(config).to(next(iter(weights.values())).dtype)
-    reference.load_state_dict(weights, strict=False)  # aliases of tied weights are left out
+    values = {**dict(model.named_buffers()), **weights}  # aliases of tied weights are left out
+    for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
+        if name in values:
+            tensor.data = values[name].clone()
     reference.train(model.training)
     reference.loss_function = _exact_loss
     names = dict.fromkeys(name for one in batches for name in one)

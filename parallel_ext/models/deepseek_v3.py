@@ -1,0 +1,91 @@
+"""DeepSeek-V3: experts chosen by sigmoids within groups, and attention through low ranks.
+
+GLM-4.5 and dots.llm1 have its mixture, GLM-4.7-Flash all of it. Kimi K2 and Moonlight are such
+models too.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from parallel_ext.models.llama import LLAMA, MLP, QWEN3
+from parallel_ext.models.qwen3_moe import QWEN3_MOE
+from parallel_ext.models.sublayers import RegionNames
+from parallel_ext.nn.routing import Choose, Product, highest
+
+
+def within_groups(scores: torch.Tensor, of_groups: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return which experts [T, E] are in the ``top_k`` best groups, of which scores are [T, G]."""
+    best = torch.zeros_like(of_groups, dtype=torch.bool)
+    best.scatter_(1, highest(of_groups, top_k), True)
+    return best.repeat_interleave(scores.size(1) // of_groups.size(1), dim=1)
+
+
+def _route(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``DeepseekV3TopkRouter`` does: the weights are the sigmoids of the logits, in fp32.
+
+    A correction, which is not trained by gradients, is added where experts are chosen. A group has
+    the score of its two best.
+    """
+    hidden = hidden_states.reshape(-1, router.hidden_dim)
+    logits = product(hidden.float(), router.weight.float())
+    scores = logits.sigmoid()
+    corrected = (scores + router.e_score_correction_bias).detach()
+    grouped = corrected.unflatten(1, (router.num_group, -1))
+    of_groups = grouped.topk(2, dim=-1)[0].sum(-1)
+    allowed = within_groups(corrected, of_groups, router.topk_group)
+    expert_ids = choose.best(corrected.masked_fill(~allowed, -torch.inf), router.top_k)
+    weights = scores.gather(1, expert_ids)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return logits, weights * router.routed_scaling_factor, expert_ids
+
+
+_MIXTURE = replace(
+    QWEN3_MOE.mixture,
+    route=_route,
+    num_experts="num_local_experts",
+    shared=replace(MLP, name="shared_experts"),
+    balances=False,
+    by_softmax=False,
+)
+
+
+def _mixture(prefix: str) -> object:
+    return replace(
+        _MIXTURE, router_class=f"{prefix}TopkRouter", experts_class=f"{prefix}Experts"
+    )
+
+
+_LOW_RANK_KEYS = RegionNames(
+    "model.layers.*.self_attn",
+    inputs={"q_proj": 1, "kv_b_proj": 1},
+    outputs=("o_proj",),
+    heads="num_heads",
+    in_parts=("kv_a_proj_with_mqa", "kv_a_layernorm"),
+)
+LATENT_ATTENTION = (
+    _LOW_RANK_KEYS,
+    replace(
+        _LOW_RANK_KEYS,
+        inputs={"q_b_proj": 1, "kv_b_proj": 1},
+        in_parts=("q_a_proj", "q_a_layernorm", *_LOW_RANK_KEYS.in_parts),
+    ),
+)
+"""Attention whose keys and values, and in the second whose queries too, come from a low rank."""
+
+GLM4_MOE = replace(QWEN3, model_type="glm4_moe", mixture=_mixture("Glm4Moe"))
+DOTS1 = replace(QWEN3, model_type="dots1", mixture=_mixture("Dots1"))
+DEEPSEEK_V3 = replace(
+    LLAMA,
+    model_type="deepseek_v3",
+    attention=None,
+    regions=LATENT_ATTENTION,
+    mixture=_mixture("DeepseekV3"),
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3, model_type="glm4_moe_lite", mixture=_mixture("Glm4MoeLite")
+)
