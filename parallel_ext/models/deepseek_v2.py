@@ -15,7 +15,7 @@ def _route(
     """Do what ``DeepseekV2TopkRouter`` does, in fp32; a group has the score of its best expert."""
     hidden = hidden_states.reshape(-1, router.hidden_dim)
     logits = product(hidden.float(), router.weight.float())
-    scores = logits.softmax(dim=-1)
+    scores = logits.softmax(dim=-1, dtype=torch.float32)
     if router.topk_method == "group_limited_greedy":
         of_groups = scores.detach().unflatten(1, (router.num_group, -1)).amax(-1)
         allowed = within_groups(scores, of_groups, router.topk_group)

@@ -55,9 +55,7 @@ _MIXTURE = replace(
 
 
 def _mixture(prefix: str) -> object:
-    return replace(
-        _MIXTURE, router_class=f"{prefix}TopkRouter", experts_class=f"{prefix}Experts"
-    )
+    return replace(_MIXTURE, router_class=f"{prefix}TopkRouter", experts_class=f"{prefix}Experts")
 
 
 _LOW_RANK_KEYS = RegionNames(
@@ -86,6 +84,4 @@ DEEPSEEK_V3 = replace(
     regions=LATENT_ATTENTION,
     mixture=_mixture("DeepseekV3"),
 )
-GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3, model_type="glm4_moe_lite", mixture=_mixture("Glm4MoeLite")
-)
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite", mixture=_mixture("Glm4MoeLite"))

@@ -15,9 +15,10 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``Ernie4_5_MoeTopKRouter`` does, in fp32 under autocast too."""
     hidden = hidden_states.reshape(-1, hidden_states.size(-1))
-    with torch.autocast(hidden.device.type, enabled=False):
+    device = "cpu" if hidden.is_meta else hidden.device.type  # which has no autocast
+    with torch.autocast(device, enabled=False):
         logits = product(hidden.float(), router.weight.float())
-        scores = logits.softmax(dim=-1)
+        scores = logits.softmax(dim=-1, dtype=torch.float32)
         expert_ids = choose.best(router.moe_statics(scores), router.top_k)
         weights = scores.gather(1, expert_ids)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)

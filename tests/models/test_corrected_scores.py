@@ -1,0 +1,115 @@
+"""Mixtures with corrected scores: routers that stay fp32, and buffers that decide on experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from reference import assert_within, batch, gradients_of, mesh_of, parallel, shard_differences
+from reference_mixtral import Layout, batches, parity
+from test_specs import OfSpec
+
+import parallel_ext as px
+
+CASES = {
+    "dp 2, ep 2": ("glm4_moe", Layout(2, 1, 2), 3),
+    "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
+    "dp 2, tp 2, ep 4": ("deepseek_v2", Layout(2, 2, 4), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process(case: str) -> None:
+    kind, layout, zero = CASES[case]
+    assert_within(pool(layout.world).run(parity, OfSpec(kind), layout, zero), 1e-5)
+
+
+def _dtypes(model: Any) -> dict[str, torch.dtype]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.dtype for name, tensor in tensors}
+
+
+def _as_loaded(source: str) -> tuple[dict[str, float], int]:
+    """A bf16 model from files, trained at dp 2, beside that of transformers."""
+    mesh = mesh_of(1)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, experts_implementation="eager"
+    ).train()
+    model = px.from_pretrained(source, mesh, dtype=torch.bfloat16).train()
+    assert _dtypes(model) == _dtypes(plain)
+    model = px.data_parallel(model, mesh, zero=3)
+    whole, own = batches(OfSpec("glm4_moe"), mesh.dp_size)
+    model(**own[mesh.dp_rank]).loss.backward()
+    plain(**whole).loss.backward()
+    kinds = {parameter.dtype for parameter in plain.parameters()}
+    return shard_differences(model, gradients_of(plain), True), len(kinds)
+
+
+def test_a_router_stays_fp32_in_a_bf16_model_and_is_trained_so(tmp_path: Path) -> None:
+    OfSpec("glm4_moe", dtype=torch.float32).model().save_pretrained(tmp_path)
+    for differences, kinds in pool(2).run(_as_loaded, str(tmp_path)):
+        assert kinds == 2
+        assert max(differences.values()) < 0.1  # of bf16
+
+
+def _checked() -> dict[str, float]:
+    model = parallel(OfSpec("glm4_moe", dtype=torch.float32).model(), mesh_of())
+    return dict(px.check_gradients(model, batch(101)).differences)
+
+
+def test_check_gradients_gives_the_single_process_the_corrections() -> None:
+    assert_within(pool(2).run(_checked), 1e-4)
+
+
+def _checkpointed(folder: str, kind: str) -> dict[str, float]:
+    """A checkpoint of one layout, loaded into a model without corrections on another."""
+    saved = parallel(OfSpec(kind).model(), mesh_of(1, 2))
+    px.save_checkpoint(folder, 1, saved)
+    empty = OfSpec(kind).model(seed=2)
+    for name, buffer in empty.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.zero_()
+    model = parallel(empty, mesh_of(2, 2))
+    px.load_checkpoint(folder, model)
+    whole = saved.state_dict()
+    names = [name for name in whole if name.endswith("correction_bias")]
+    assert names
+    found = model.state_dict()
+    return {name: float(not torch.equal(found[name], whole[name])) for name in names}
+
+
+@pytest.mark.parametrize("kind", ["minimax_m2", "deepseek_v3", "ernie4_5_moe"])
+def test_a_checkpoint_holds_the_corrections(kind: str, tmp_path: Path) -> None:
+    assert_within(pool(2).run(_checkpointed, str(tmp_path), kind))
+
+
+def _refused(what: str) -> None:
+    mesh = mesh_of()
+    if what == "Invariant":
+        parallel(
+            OfSpec("ernie4_5_moe", dtype=torch.float32).model(), mesh, invariant=px.Invariant()
+        )
+    elif what == "heads":
+        parallel(OfSpec("deepseek_v3").model(), mesh_of(4))
+    else:
+        import peft
+
+        model = parallel(OfSpec("deepseek_v3").model(), mesh)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["kv_a_proj_with_mqa"]))
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "words"),
+    [
+        ("Invariant", 2, "experts chosen by other scores than a softmax"),
+        ("heads", 4, "has 6 heads, which tp=4 does not divide"),
+        ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(what: str, ranks: int, words: str) -> None:
+    error = "NotImplementedError" if what == "adapters" else "ValueError"
+    pool(ranks).assert_raises(_refused, what, error=error, words=words)
