@@ -340,6 +340,9 @@ class _BeforeForward:
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.fsdp_gradients.backward_broke_off():
             self._state.fsdp_gradients.reset()
+        if torch.is_grad_enabled():
+            # FSDP would miss gradients that come through casts which an earlier forward has made.
+            torch.clear_autocast_cache()
         if not self._state.generates:
             self._parameters.before_forward()
         self._parameters.make_room()
@@ -372,6 +375,7 @@ class _AfterForward:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
+        torch.clear_autocast_cache()  # so that what is recomputed makes casts of its own, too
         # FSDP comes first, so that it can be mended after a refusal by the next.
         self._state.fsdp_gradients.begin_backward()
         if self._state.partials is not None:

@@ -57,8 +57,6 @@ class LeafRounds(LeafLoop):
         return [(min(leaf, count - 1), leaf < count) for leaf in leaves]
 
     def _begin_round(self, number: int) -> None:
-        # FSDP would miss gradients that come through casts which an earlier leaf has made.
-        torch.clear_autocast_cache()
         if self._state.leaf_sums is not None:
             first = number * self._state.mesh.dp_size
             self._state.leaf_sums.begin_round(first, len(self._ranges))

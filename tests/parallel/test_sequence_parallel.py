@@ -40,6 +40,7 @@ from reference_mixtral import (
 )
 from reference_ops import counted_both_ways
 from test_specs import with_dropout
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -157,11 +158,14 @@ def test_a_checkpointed_forward_leaves_own_tokens_only() -> None:
     all_tokens, own_tokens = (
         pool(2).run(_left_by_forward, tiny, tokens, flag) for flag in (False, True)
     )
+    # Before transformers 5.23 a layer's pre-hooks run in its checkpoint, and so does that of the
+    # first one, which takes own tokens: its checkpoint saves all.
+    inputs = tiny.layers - ("__call__" in vars(GradientCheckpointingLayer))
     for rank in range(2):
         less = (all_tokens[rank] - own_tokens[rank]) / (ROWS * 8 * tiny.heads * 4)
         others = 16 + rank
         # Inputs of the layers; of final norm and head their input, and the gradient of the latter.
-        assert (tiny.layers + 3.5) * others <= less <= (tiny.layers + 4.5) * others
+        assert (inputs + 3.5) * others <= less <= (inputs + 4.5) * others
 
 
 def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce() -> None:

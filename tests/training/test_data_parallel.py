@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,33 @@ def _accumulated(tiny: Tiny, zero: int, checkpointing: bool) -> dict[str, float]
 def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
     assert_within(pool(4).run(_accumulated, tiny, zero, checkpointing))
+
+
+def _backward_under_autocast(how: str) -> bool:
+    """Whether gradients are bitwise those of backwards outside of autocast."""
+    tiny = TinyMixtral(dtype=torch.float32)
+    _, model, mesh = spread(tiny, Layout(2, 1, 1), 2)
+    if how == "recomputed":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    _, own = own_batch(tiny, mesh)
+    found = []
+    for around_all in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
+        model.zero_grad()
+        with around_all:
+            for _ in range(2 if how == "accumulated" else 1):
+                if how == "evaluated before":
+                    with torch.no_grad():
+                        model(**own)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(**own).loss
+                loss.backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("how", ["accumulated", "evaluated before", "recomputed"])
+def test_a_backward_under_autocast_has_the_gradients_of_one_outside(how: str) -> None:
+    assert pool(2).run(_backward_under_autocast, how) == [True, True]
 
 
 def _compiled() -> tuple[dict[str, float], list[int]]:
