@@ -30,6 +30,7 @@ from parallel_ext.lora.layers import (
 )
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.lora.seeds import seeded_by
+from parallel_ext.nn.biased_experts import BiasedExperts
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -160,7 +161,7 @@ def _tensors_of_experts(model: nn.Module) -> list[str]:
     return [
         f"{path.replace('.base_layer', '')}.{attribute}"
         for path, module in model.named_modules()
-        if isinstance(module, ExpertParallelExperts)
+        if isinstance(module, ExpertParallelExperts) and not isinstance(module, BiasedExperts)
         for attribute in module.layouts
     ]
 
@@ -172,8 +173,8 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -
     served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)
     if not served:
         raise NotImplementedError(
-            f"{op_name}: LoRA on a parallel model without experts does not support "
-            f"target_parameters={wanted}; use target_modules"
+            f"{op_name}: LoRA on a parallel model without experts, or with those of GPT-OSS, does "
+            f"not support target_parameters={wanted}; use target_modules"
         )
     everything = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
     for target in wanted:

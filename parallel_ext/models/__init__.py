@@ -13,6 +13,7 @@ from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
 from parallel_ext.models.deepseek_v3 import DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from parallel_ext.models.gpt_oss import GPT_OSS
 from parallel_ext.models.llama import DENSE
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
@@ -29,7 +30,16 @@ SPECS: dict[str, ModelSpec] = {
         *DENSE,
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, DOTS1, ERNIE4_5_MOE, MINIMAX_M2),
+        *(
+            DEEPSEEK_V2,
+            DEEPSEEK_V3,
+            GLM4_MOE,
+            GLM4_MOE_LITE,
+            DOTS1,
+            ERNIE4_5_MOE,
+            MINIMAX_M2,
+            GPT_OSS,
+        ),
     )
 }
 """The architectures that are served, by ``config.model_type``."""
@@ -39,11 +49,6 @@ OWN = {"cogagent": ("CogAgentForCausalLM", "parallel_ext.models.cogagent")}
 
 Its spec stands in :data:`SPECS` once that is imported.
 """
-
-MISSING = {
-    "gpt_oss": "experts with biases, and attention sinks, which belong to heads",
-}
-"""``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
 
 PUBLISHED: dict[str, ModelSpec] = {}
 """Specs for the classes of others with a name in :data:`OWN`, by ``model_type``."""
@@ -74,9 +79,6 @@ def why_unserved(model_type: object, text_type: object = None) -> str:
             f"; it holds a decoder, {text_type!r}: load the model with transformers, and pass that "
             "decoder to px.parallelize, as docs/models.md says of images"
         )
-    missing = MISSING.get(model_type) if isinstance(model_type, str) else None
-    if missing is not None:
-        return f"; not yet possible is {missing}"
     return "; px.register takes a spec of your own"
 
 

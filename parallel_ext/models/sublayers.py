@@ -40,6 +40,8 @@ class AttentionNames:
             of them, by its configuration.
         query_norm, key_norm: names in the attention of the norms over all heads of the queries and
             of the keys; their weights are sharded as these. None where there is none.
+        of_heads: parameters of the attention itself with a value for each query head. All ranks
+            hold them whole, and use those of their own heads.
         norm_class: of these two: RMSNorm in fp32 or wider, times the weight, then rounded.
         norm_rounds_first: whether it rounds before it multiplies by the weight, as Llama's does.
     """
@@ -54,6 +56,7 @@ class AttentionNames:
     key_norm: str | None = None
     norm_class: str | None = None
     norm_rounds_first: bool = False
+    of_heads: tuple[str, ...] = ()
 
     def in_model(self, path: str, names: Collection[str]) -> AttentionNames:
         """Return the names of the attention at ``path`` in a model with such parameters."""
@@ -82,7 +85,7 @@ class AttentionNames:
     def attributes(self) -> tuple[str, ...]:
         """Return the names of the sublayer's attributes that are read or changed."""
         of_joined = ("config", "num_key_value_heads") if self.is_joined else ()
-        return ("head_dim", "num_key_value_groups", *of_joined)
+        return ("head_dim", "num_key_value_groups", *of_joined, *self.of_heads)
 
     def layouts(self, path: str, shapes: Shapes, heads: AttentionHeads, head_dim: int) -> Layouts:
         """Return the layouts of the sharded parameters of the attention at ``path``.
@@ -91,6 +94,12 @@ class AttentionNames:
             ValueError: it has a norm that it cannot have.
         """
         query, key_value = scaled(heads.query, head_dim), scaled(heads.key_value, head_dim)
+        for name in (f"{path}.{each}" for each in self.of_heads):
+            if shapes.get(name) != (heads.query[-1][1],):
+                raise ValueError(
+                    f"{name} has the shape {shapes.get(name)}, but a value for each query head has "
+                    f"({heads.query[-1][1]},)"
+                )
         for name in (f"{path}.{norm}.weight" for norm in self.head_norms):
             if shapes.get(name) != (head_dim,):
                 raise ValueError(
@@ -209,10 +218,13 @@ class MixtureNames:
         route: what the class computes: logits, weights and expert ids.
         experts, experts_class: in the sublayer; its two parameters are sharded over the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
+        biases: parameters of the experts, [E, 2 I] and [E, H], the biases of these two, which then
+            lie transposed, as GPT-OSS' do. Empty where there are none.
         num_experts: attribute of the configuration.
         in_files: name of the sublayer in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
-            the first two lie one above the other in ``gate_up``.
+            the first two lie one above the other in ``gate_up``. None where files have the
+            parameters as they are.
         others_in_files: further tensors of the sublayer that have another name in files.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
         block_jitter: attribute of the module, the same.
@@ -234,8 +246,9 @@ class MixtureNames:
     down: str
     num_experts: str
     in_files: str
-    gate_up_in_files: tuple[str, str]
-    down_in_files: str
+    gate_up_in_files: tuple[str, str] | None
+    down_in_files: str | None
+    biases: tuple[str, ...] = ()
     jitter: str | None = None
     block_jitter: str | None = None
     balances: bool = True
@@ -247,6 +260,11 @@ class MixtureNames:
     def jitter_of(self, config: Any) -> float:
         """Return the noise that ``config`` asks of the router in training, 0 if there is none."""
         return 0.0 if self.jitter is None else getattr(config, self.jitter)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters of the experts."""
+        return (self.gate_up, self.down, *self.biases)
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
@@ -263,7 +281,7 @@ class MixtureNames:
             ValueError: a rank would hold no expert.
         """
         found: Layouts = {}
-        for attribute in (self.gate_up, self.down):
+        for attribute in self.parameters:
             name = f"{path}.{self.experts}.{attribute}"
             num_experts = shapes[name][0]
             if ep_size > num_experts:
@@ -283,6 +301,8 @@ class MixtureNames:
             source = f"{path}.{name}"
             box = tuple((0, size) for size in shapes[source])
             found[source] = (Part(f"{files}.{in_files}", source, box, index=False),)
+        if self.gate_up_in_files is None:
+            return found
         for attribute, names in (
             (self.gate_up, self.gate_up_in_files),
             (self.down, (self.down_in_files,)),

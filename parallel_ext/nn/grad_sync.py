@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -295,49 +295,6 @@ def for_use(
     if partials is None:
         return ops.copy_to_region(parameter, group)
     return partials.catch(parameter, name, group)
-
-
-class UsedInParts:
-    """Forward hooks of a replicated plain module that each rank uses for a part of the input.
-
-    For example of a norm of single heads, which are sharded over the ranks. While its own forward
-    runs, the module finds its parameters as :func:`for_use` gives them.
-
-    Args:
-        path: of the module in the model, with which the logical names of its parameters begin.
-        group: the ranks that have the parts of the input.
-        in_parts: whether they have parts in the forward that runs; None for always.
-
-    Example:
-        >>> norm = nn.LayerNorm(3)
-        >>> UsedInParts("model.norm", ops.ALONE).attach(norm, PartialGradients())
-        >>> norm(torch.ones(2, 3)).shape
-        torch.Size([2, 3])
-    """
-
-    def __init__(self, path: str, group: Group, in_parts: Callable[[], bool] | None = None) -> None:
-        self.path, self.group, self.in_parts = path, group, in_parts
-
-    def attach(self, module: nn.Module, partials: PartialGradients) -> None:
-        """Let ``partials`` sum the gradients of ``module`` from now on."""
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, always_call=True)
-        module.used_in_parts, module.partials = self, partials
-
-    def names(self, module: nn.Module) -> list[str]:
-        """Return the logical names of the parameters of ``module``."""
-        return [f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if self.in_parts is not None and not self.in_parts():
-            return
-        for attribute, own in module.named_parameters(recurse=False):
-            name = f"{self.path}.{attribute}"  # what stands in the instance is found before it
-            vars(module)[attribute] = for_use(own, name, self.group, module.partials)
-
-    def _after(self, module: nn.Module, *_: Any) -> None:
-        for attribute, _ in module.named_parameters(recurse=False):
-            vars(module).pop(attribute, None)
 
 
 def _average(gradients: list[torch.Tensor], group: Group) -> None:

@@ -212,10 +212,19 @@ class ExpertParallelExperts(ShardedModule):
         ]
         route, plan = self._route(tokens, choices, weights, low_ranks)
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
-        rows = self._gated(self._linear(rows, "gate_up_proj", route, plan, adapters), weights)
-        rows = self._linear(rows, "down_proj", route, plan, adapters)
+        product = partial(self._linear, route=route, plan=plan, adapters=adapters)
+        rows = self._of_experts(rows, weights, product)
         # Under autocast experts compute in its dtype, and choices are summed in the tokens'.
         return ops.moe_combine(rows.to(tokens.dtype), origins, route, plan, self.group)
+
+    def _of_experts(
+        self, rows: torch.Tensor, weights: torch.Tensor, product: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what the experts make of their rows [M, H], each times its weight [M].
+
+        ``product`` multiplies rows by each expert's matrix of a name.
+        """
+        return product(self._gated(product(rows, "gate_up_proj"), weights), "down_proj")
 
     def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the gated activation, each row times its router's weight."""
@@ -232,9 +241,7 @@ class ExpertParallelExperts(ShardedModule):
         plan: ExchangePlan,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
-        weight = for_use(
-            getattr(self, attribute), self.layouts[attribute].name, self.replicas, self.partials
-        )
+        weight = self._matrices(attribute)
         counts = plan.rows_per_expert(self.group.rank) if plan.send else route.counts
         if attribute not in adapters:
             return ops.moe_linear(rows, weight, counts, self.grad_scale)
@@ -242,6 +249,11 @@ class ExpertParallelExperts(ShardedModule):
         return ops.moe_lora_linear(
             rows, weight, lora_a, lora_b, counts, scale=scale, weight_grad_scale=self.grad_scale
         )
+
+    def _matrices(self, attribute: str) -> torch.Tensor:
+        """Return the matrix [out, in] of each expert of this rank, for a forward."""
+        own, layout = getattr(self, attribute), self.layouts[attribute]
+        return for_use(own, layout.name, self.replicas, self.partials)
 
     def _route(
         self,

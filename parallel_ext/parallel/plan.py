@@ -187,6 +187,8 @@ def _refuse_unnamed(spec: ModelSpec, names: Collection[str]) -> None:
         if isinstance(sublayer, MixtureNames) or getattr(sublayer, "entry", None) is not None:
             continue  # what else is there sees whole tokens
         known = tuple(f"{path}.{name}." for name in sublayer.modules())
+        if isinstance(sublayer, AttentionNames):
+            known += tuple(f"{path}.{name}" for name in sublayer.of_heads)
         if others := [n for n in names if n.startswith(f"{path}.") and not n.startswith(known)]:
             raise ValueError(f"{', '.join(others)}: the spec does not say how tp ranks shard it")
 

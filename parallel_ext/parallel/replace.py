@@ -13,7 +13,8 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
-from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
+from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import (
     ColumnParallelLinear,
     ComputingHook,
@@ -26,6 +27,7 @@ from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.nn.routing import Product, Routing
 from parallel_ext.nn.sharded_module import Mark, ShardedModule
 from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
+from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
@@ -247,8 +249,8 @@ class Replacer:
         self.routings: list[Routing] = []
 
     def shards(
-        self, path: str, attributes: tuple[str, str] = ("weight", "bias")
-    ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
+        self, path: str, attributes: tuple[str, ...] = ("weight", "bias")
+    ) -> tuple[Any, ...]:
         """Return this rank's shards of the module at ``path``, and their layouts."""
         module = self.model.get_submodule(path)
         layouts: dict[str, TensorLayout] = {}
@@ -354,6 +356,11 @@ class Replacer:
             if name is not None and self.mesh.tp_size > 1:
                 self._norm_of_shards(f"{path}.{name}", replicas, names.norm_rounds_first)
         self._norms_of_heads(path, names)
+        if names.of_heads and self.mesh.tp_size > 1:
+            attention = self.model.get_submodule(path)
+            first, last = (end // attention.head_dim for end in query.ranges(self.mesh.rank)[0])
+            used = UsedInParts(path, self.mesh.tp, places=slice(first, last))
+            used.attach(attention, self.partials)
         heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
         self.model.get_submodule(path).num_key_value_groups = heads // key_value_heads
 
@@ -386,11 +393,12 @@ class Replacer:
         # With one batch the sum over the replicas is the gradient. With several it is their mean,
         # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
         one_batch = mesh.dp_size == 1
+        old = self.model.get_submodule(experts)
         self.put(
             experts,
-            ExpertParallelExperts(
-                *self.shards(experts, (names.gate_up, names.down)),
-                self.model.get_submodule(experts).act_fn,
+            (BiasedExperts if names.biases else ExpertParallelExperts)(
+                *self.shards(experts, names.parameters),
+                ClampedGate(old.alpha, old.limit) if names.biases else old.act_fn,
                 mesh.ep,
                 tp=mesh.tp,
                 grad_scale=1.0 if one_batch else mesh.tp_size / mesh.ep_size,

@@ -29,9 +29,10 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
-from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.nn.region import ChangeOutput, entered
+from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.ops import Group
 from parallel_ext.parallel.check_sequence import (
     POSITIONS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ CASES = {
     "dp 2, ep 2": ("glm4_moe", Layout(2, 1, 2), 3),
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
     "dp 2, tp 2, ep 4": ("deepseek_v2", Layout(2, 2, 4), 2),
+    "dp 2, tp 2, ep 2, sinks": ("gpt_oss", Layout(2, 2, 2), 3),
 }
 
 
@@ -95,11 +97,13 @@ def _refused(what: str) -> None:
         )
     elif what == "heads":
         parallel(OfSpec("deepseek_v3").model(), mesh_of(4))
-    else:
-        import peft
-
+    elif what == "adapters":
         model = parallel(OfSpec("deepseek_v3").model(), mesh)
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["kv_a_proj_with_mqa"]))
+    else:
+        model = parallel(OfSpec("gpt_oss").model(), mesh)
+        options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+        peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,9 @@ def _refused(what: str) -> None:
         ("Invariant", 2, "experts chosen by other scores than a softmax"),
         ("heads", 4, "has 6 heads, which tp=4 does not divide"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
+        ("adapters of experts", 2, "or with those of GPT-OSS, does not support"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(what: str, ranks: int, words: str) -> None:
-    error = "NotImplementedError" if what == "adapters" else "ValueError"
+    error = "NotImplementedError" if what.startswith("adapters") else "ValueError"
     pool(ranks).assert_raises(_refused, what, error=error, words=words)

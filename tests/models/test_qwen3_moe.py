@@ -42,7 +42,8 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.used_in_parts import UsedInParts
 
 TINY = TinyQwen3Moe()
 SHARED = TinyQwen3Moe(key_value_heads=1)  # under tp, ranks hold the same key-value head

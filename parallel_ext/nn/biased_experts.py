@@ -1,0 +1,78 @@
+"""Experts with biases, each of whose matrices lies transposed: those of GPT-OSS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import TensorLayout
+
+
+class ClampedGate(nn.Module):
+    """The gated activation of GPT-OSS, whose gate and up features take turns.
+
+    ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``, the gate clamped from above.
+
+    Args:
+        alpha: of the sigmoid.
+        limit: of both clamps.
+
+    Example:
+        >>> ClampedGate(1.702, 7.0)(torch.tensor([[0.0, 5.0, 100.0, 100.0]]))
+        tensor([[ 0.0000, 55.9996]])
+    """
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+class BiasedExperts(ExpertParallelExperts):
+    """The experts of GPT-OSS, of which each rank holds some.
+
+    As :class:`ExpertParallelExperts`, but for ``gate_up_proj`` [e, H, 2 I] and ``down_proj``
+    [e, I, H], which lie transposed, and their biases. Adapters are not served.
+
+    Args:
+        gate_up_proj_bias: [e, 2 I], of this rank's e experts.
+        down_proj_bias: [e, H].
+        act_fn: of the products with gate and up features.
+    """
+
+    def __init__(
+        self,
+        gate_up_proj: nn.Parameter,
+        down_proj: nn.Parameter,
+        gate_up_proj_bias: nn.Parameter,
+        down_proj_bias: nn.Parameter,
+        layouts: dict[str, TensorLayout],
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+        group: Group,
+        **options: Any,
+    ) -> None:
+        super().__init__(gate_up_proj, down_proj, layouts, act_fn, group, **options)
+        self.gate_up_proj_bias, self.down_proj_bias = gate_up_proj_bias, down_proj_bias
+
+    def _matrices(self, attribute: str) -> torch.Tensor:
+        own = super()._matrices(attribute)
+        return own.unsqueeze(-1) if attribute.endswith("_bias") else own.transpose(1, 2)
+
+    def _of_experts(
+        self, rows: torch.Tensor, weights: torch.Tensor, product: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        # A bias is a matrix of one column, for rows of one number.
+        ones, weights = rows.new_ones(rows.size(0), 1), weights.unsqueeze(-1)
+        gate_up = product(rows, "gate_up_proj") + product(ones, "gate_up_proj_bias")
+        gated = (self.act_fn(gate_up) * weights).to(gate_up.dtype)
+        of_biases = product(weights.to(gate_up.dtype), "down_proj_bias")
+        return product(gated, "down_proj") + of_biases
