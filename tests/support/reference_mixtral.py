@@ -98,23 +98,25 @@ def _route(
     logits = product(hidden, router.weight)
     logits = logits + getattr(router, "skew", 0.0)
     mixtral = not hasattr(router, "norm_topk_prob")
-    weights, ids = choose(logits, router.top_k, mixtral or router.norm_topk_prob)
+    weights, ids = choose.by_softmax(logits, router.top_k, mixtral or router.norm_topk_prob)
     return logits, weights if mixtral else weights.to(logits.dtype), ids
 
 
-def _choose(
-    logits: torch.Tensor, top_k: int, normalized: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    weights, ids = logits.to(wide).softmax(-1).topk(top_k)
-    return weights / weights.sum(-1, keepdim=True) if normalized else weights, ids
+class _Chosen:
+    @staticmethod
+    def by_softmax(
+        logits: torch.Tensor, top_k: int, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        weights, ids = logits.to(wide).softmax(-1).topk(top_k)
+        return weights / weights.sum(-1, keepdim=True) if normalized else weights, ids
 
 
 def _in_fp64(router: nn.Module, model_type: str) -> None:
     """Let a router's class, and ours in its place, compute by ``_route``."""
 
     def forward(self: nn.Module, hidden: torch.Tensor) -> Any:
-        return _route(self, hidden, _choose)
+        return _route(self, hidden, _Chosen)
 
     cls = type(router)
     forward.__module__ = cls.__module__  # else refused
