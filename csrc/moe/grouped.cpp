@@ -19,6 +19,11 @@ bool is_aligned(const at::Tensor& tensor) {
          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAligned == 0;
 }
 
+// Either order of its last two dimensions.
+bool is_packed(const at::Tensor& weight) {
+  return weight.is_contiguous() || weight.transpose(1, 2).is_contiguous();
+}
+
 bool has_them(const at::Tensor& rows) {
   if constexpr (kWithCudaKernels) {
     if (rows.is_cuda()) return has_grouped_products_on_cuda(rows.get_device());
@@ -32,7 +37,7 @@ bool use_grouped_products(const at::Tensor& rows, const at::Tensor& weight) {
   if (rows.size(0) > std::numeric_limits<int32_t>::max()) return false;  // of the offsets
   return rows.scalar_type() == at::kBFloat16 && rows.numel() > 0 && weight.numel() > 0 &&
          weight.size(1) * weight.element_size() % kAligned == 0 && rows.is_contiguous() &&
-         weight.is_contiguous() && is_aligned(rows) && is_aligned(weight) && has_them(rows);
+         is_packed(weight) && is_aligned(rows) && is_aligned(weight) && has_them(rows);
 }
 
 at::Tensor ends_of(at::IntArrayRef counts, const at::Tensor& like) {

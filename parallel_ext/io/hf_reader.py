@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -258,6 +258,17 @@ class HFDirectory:
                     "--filled-padding` removes these rows"
                 )
         self.shapes.update(longer)
+
+    def drop_unused(self, patterns: Iterable[str], used: Container[str]) -> list[str]:
+        """Leave out, and return, the tensors that match a pattern and are not ``used``."""
+        unused = [
+            name
+            for name in self.shapes
+            if name not in used and any(re.search(pattern, name) for pattern in patterns)
+        ]
+        for name in unused:
+            del self.shapes[name]
+        return unused
 
     def drop_layers(self, layers: str, number: int) -> int:
         """Leave out the layers from a number on; return how many the files have.

@@ -59,6 +59,14 @@ def kept_in_fp32(model: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
     return tuple(model._get_dtype_plan(dtype))
 
 
+def ignored_in_files(model: Any) -> tuple[str, ...]:
+    """Return patterns of the names that files may hold beside the tensors of ``model``.
+
+    As the layer of DeepSeek-V3 that predicts one token more, which transformers does not have.
+    """
+    return tuple(sorted(model._keys_to_ignore_on_load_unexpected or ()))
+
+
 # --- Steps of ``generate`` ---
 
 

@@ -65,14 +65,21 @@ class BiasedExperts(ExpertParallelExperts):
 
     def _matrices(self, attribute: str) -> torch.Tensor:
         own = super()._matrices(attribute)
-        return own.unsqueeze(-1) if attribute.endswith("_bias") else own.transpose(1, 2)
+        return _column(own) if attribute.endswith("_bias") else own.transpose(1, 2)
 
     def _of_experts(
         self, rows: torch.Tensor, weights: torch.Tensor, product: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        # A bias is a matrix of one column, for rows of one number.
-        ones, weights = rows.new_ones(rows.size(0), 1), weights.unsqueeze(-1)
-        gate_up = product(rows, "gate_up_proj") + product(ones, "gate_up_proj_bias")
-        gated = (self.act_fn(gate_up) * weights).to(gate_up.dtype)
-        of_biases = product(weights.to(gate_up.dtype), "down_proj_bias")
+        of_biases = product(_column(rows.new_ones(rows.size(0))), "gate_up_proj_bias")
+        gate_up = product(rows, "gate_up_proj") + of_biases
+        gated = (self.act_fn(gate_up) * weights.unsqueeze(-1)).to(gate_up.dtype)
+        of_biases = product(_column(weights.to(gate_up.dtype)), "down_proj_bias")
         return product(gated, "down_proj") + of_biases
+
+
+def _column(values: torch.Tensor) -> torch.Tensor:
+    """Return values [...] as a column of a matrix [..., 8], by which biases are products.
+
+    A product sums in fp32, and grouped ones on a GPU want rows of 16 bytes.
+    """
+    return nn.functional.pad(values.unsqueeze(-1), (0, 7))

@@ -10,11 +10,16 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.distributed.errors import CheckpointError, check_positive, warn_user
+from parallel_ext.distributed.errors import (
+    CheckpointError,
+    check_positive,
+    first_few,
+    warn_user,
+)
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.models._transformers_private import kept_in_fp32
+from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
 from parallel_ext.parallel.beside import (
     check_equal_beside,
     parallel_parts,
@@ -167,7 +172,14 @@ def _check(
             warn_user(f"{directory.path}: the first {number} of {in_files} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
-    directory.check(state.layout.in_files(), state.spec.vocabulary)
+    layout = state.layout.in_files()
+    unused = directory.drop_unused(ignored_in_files(model), layout.tensors)
+    if unused and state.mesh.rank == 0:
+        warn_user(
+            f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
+            f"{type(model).__name__} has no such layers"
+        )
+    directory.check(layout, state.spec.vocabulary)
 
 
 def _check_equal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from ranks import pool
 from reference import assert_within, batch, gradients_of, mesh_of, parallel, shard_differences
 from reference_mixtral import Layout, batches, parity
+from safetensors.torch import load_file, save_file
 from test_specs import OfSpec
 
 import parallel_ext as px
@@ -87,6 +89,36 @@ def _checkpointed(folder: str, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["minimax_m2", "deepseek_v3", "ernie4_5_moe"])
 def test_a_checkpoint_holds_the_corrections(kind: str, tmp_path: Path) -> None:
     assert_within(pool(2).run(_checkpointed, str(tmp_path), kind))
+
+
+def _with_one_more_layer(folder: Path) -> None:
+    """Add what published files have: a layer that predicts one token more."""
+    OfSpec("deepseek_v3", dtype=torch.float32).model().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    further = {
+        name.replace("layers.1.", "layers.61."): tensor.clone()
+        for name, tensor in tensors.items()
+        if "layers.1." in name
+    }
+    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
+
+
+def _loaded(source: str) -> tuple[dict[str, float], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = px.from_pretrained(source, mesh_of(), dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    weights = dict(plain.named_parameters())
+    told = [str(each.message) for each in caught if "are left out" in str(each.message)]
+    return shard_differences(model, weights, False), told
+
+
+def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) -> None:
+    _with_one_more_layer(tmp_path)
+    found = pool(2).run(_loaded, str(tmp_path))
+    assert_within([differences for differences, _ in found], 0.0)
+    assert [len(told) for _, told in found] == [1, 0]
+    assert "model.layers.61." in found[0][1][0]
 
 
 def _refused(what: str) -> None:
