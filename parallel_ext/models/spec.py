@@ -9,6 +9,7 @@ from types import NoneType
 
 from parallel_ext.models.sublayers import (
     AttentionNames,
+    DeltaNetNames,
     Layouts,
     MixtureNames,
     RegionNames,
@@ -37,6 +38,7 @@ class ModelSpec:
             decoder alone, has no such head: :meth:`without_head`, :meth:`of_decoder`.
         layers: path of the list of decoder layers.
         attention: the first sublayer of each decoder layer; None where ``regions`` say it.
+        delta_net: what stands in its place in some layers; None where nothing does.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
             has it.
         regions: further sublayers, by their paths from the model. Of several for one module that
@@ -64,6 +66,7 @@ class ModelSpec:
     head: str | None
     layers: str
     attention: AttentionNames | None = None
+    delta_net: DeltaNetNames | None = None
     mlp: RegionNames | None = None
     mixture: MixtureNames | None = None
     regions: tuple[RegionNames, ...] = ()
@@ -88,6 +91,7 @@ class ModelSpec:
         kinds = {
             **dict.fromkeys(("model_type", "embedding", "head", "layers"), str),
             "attention": (AttentionNames, NoneType),
+            "delta_net": (DeltaNetNames, NoneType),
             "mlp": (RegionNames, NoneType),
             "mixture": (MixtureNames, NoneType),
             **dict.fromkeys(("regions", "shared", "towers"), tuple),
@@ -152,7 +156,10 @@ class ModelSpec:
         """Map the path of every sublayer to the names of its modules, by the parameters' names."""
         found: dict[str, Sublayer] = {}
         for layer in _numbered(f"{self.layers}.*", names):
-            if self.attention is not None:
+            delta_net = self.delta_net and f"{layer}.{self.delta_net.name}"
+            if delta_net and f"{delta_net}.{self.delta_net.output}.weight" in names:
+                found[delta_net] = self.delta_net
+            elif self.attention is not None:
                 path = f"{layer}.{self.attention.name}"
                 found[path] = self.attention.in_model(path, names)
             sublayer = self.mlp
@@ -254,6 +261,8 @@ def plan(
             found |= sublayer.layouts(path, shapes, heads, sizes.head_dim)
         elif isinstance(sublayer, RegionNames):
             found |= sublayer.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
+        elif isinstance(sublayer, DeltaNetNames):
+            found |= sublayer.layouts(path, shapes, tp_size, sizes.heads_of[path])
         else:
             found |= sublayer.layouts(path, shapes, ep_size)
             parts |= sublayer.parts(path, shapes)

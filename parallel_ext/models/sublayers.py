@@ -40,6 +40,7 @@ class AttentionNames:
             of them, by its configuration.
         query_norm, key_norm: names in the attention of the norms over all heads of the queries and
             of the keys; their weights are sharded as these. None where there is none.
+        gated: whether ``query`` has a gate of ``head_dim`` features behind each head.
         of_heads: parameters of the attention itself with a value for each query head. All ranks
             hold them whole, and use those of their own heads.
         norm_class: of these two: RMSNorm in fp32 or wider, times the weight, then rounded.
@@ -56,7 +57,13 @@ class AttentionNames:
     key_norm: str | None = None
     norm_class: str | None = None
     norm_rounds_first: bool = False
+    gated: bool = False
     of_heads: tuple[str, ...] = ()
+
+    @property
+    def rows_per_head(self) -> int:
+        """Return how often ``query`` has the features of a head."""
+        return 2 if self.gated else 1
 
     def in_model(self, path: str, names: Collection[str]) -> AttentionNames:
         """Return the names of the attention at ``path`` in a model with such parameters."""
@@ -130,11 +137,72 @@ class AttentionNames:
             }
         return {
             **norms,
-            **shard_rows(f"{path}.{self.query}", shapes, query),
+            **shard_rows(f"{path}.{self.query}", shapes, scaled(query, self.rows_per_head)),
             **shard_rows(f"{path}.{self.key}", shapes, key_value),
             **shard_rows(f"{path}.{self.value}", shapes, key_value),
             **_shard_columns(f"{path}.{self.output}", shapes, query),
         }
+
+
+@dataclass(frozen=True)
+class DeltaNetNames:
+    """The names of a gated delta rule, which stands in place of an attention in some layers.
+
+    Value heads are shared out with the key head that they belong to.
+
+    Attributes:
+        name: in the layer; its input is copied to the ranks, its heads are sharded.
+        joined: linear of the queries, keys and values of all heads, in this order.
+        inputs: further linears, whose output features belong to value heads in turn.
+        output: sharded by input features.
+        convolution: of each feature of ``joined`` over the tokens. All ranks hold it whole, and use
+            its weights for their own heads, as they do with the next two.
+        norm: of single heads.
+        of_heads: parameters of the module itself with a value for each value head.
+        heads: attribute of the module, the number of its key heads.
+        widths: further attributes of the module that are those of the rank after sharding.
+    """
+
+    name: str
+    joined: str
+    inputs: tuple[str, ...]
+    output: str
+    convolution: str
+    norm: str
+    of_heads: tuple[str, ...]
+    heads: str
+    widths: tuple[str, ...]
+
+    def modules(self) -> tuple[str, ...]:
+        """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
+        return (self.joined, *self.inputs, self.output, self.convolution, self.norm)
+
+    def attributes(self) -> tuple[str, ...]:
+        """Return the names of the sublayer's attributes that are read or changed."""
+        return (self.heads, *self.widths, *self.of_heads)
+
+    def layouts(self, path: str, shapes: Shapes, tp_size: int, num_heads: int) -> Layouts:
+        """Return the layouts of the sharded parameters of the module at ``path``.
+
+        Raises:
+            ValueError: a rank would hold no key head.
+        """
+        if tp_size > num_heads:
+            raise ValueError(
+                f"{path} has {num_heads} key heads, fewer than tp={tp_size}; choose a smaller tp"
+            )
+        ranges = split(num_heads, tp_size)
+
+        def of(features: int) -> tuple[Range, ...]:
+            return scaled(ranges, features // num_heads)
+
+        joined, output = f"{path}.{self.joined}.weight", f"{path}.{self.output}"
+        rows, values = shapes[joined][0], shapes[f"{output}.weight"][1]
+        keys = of((rows - values) // 2)
+        found = {joined: shard_parts(joined, shapes[joined], 0, (keys, keys, of(values)))}
+        for name in (f"{path}.{name}" for name in self.inputs):
+            found |= shard_rows(name, shapes, of(shapes[f"{name}.weight"][0]))
+        return found | _shard_columns(output, shapes, of(values))
 
 
 @dataclass(frozen=True)
@@ -322,7 +390,7 @@ class MixtureNames:
         return found
 
 
-Sublayer = AttentionNames | RegionNames | MixtureNames
+Sublayer = AttentionNames | DeltaNetNames | RegionNames | MixtureNames
 """A part of a layer that is sharded as one: an attention, an MLP, a mixture of experts."""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import Range
 
 
 class UsedInParts:
@@ -21,7 +24,7 @@ class UsedInParts:
         path: of the module in the model, with which the logical names of its parameters begin.
         group: the ranks that have the parts of the input.
         in_parts: whether they have parts in the forward that runs; None for always.
-        places: which elements of each parameter this rank uses; all by default.
+        places: ranges of the first dimension of each parameter that this rank uses; all by default.
 
     Example:
         >>> norm = nn.LayerNorm(3)
@@ -35,27 +38,35 @@ class UsedInParts:
         path: str,
         group: Group,
         in_parts: Callable[[], bool] | None = None,
-        places: slice = slice(None),
+        places: Sequence[Range] = (),
     ) -> None:
         self.path, self.group, self.in_parts, self.places = path, group, in_parts, places
 
-    def attach(self, module: nn.Module, partials: PartialGradients) -> None:
-        """Let ``partials`` sum the gradients of ``module`` from now on."""
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, always_call=True)
+    def attach(
+        self, module: nn.Module, partials: PartialGradients, user: nn.Module | None = None
+    ) -> None:
+        """Let ``partials`` sum the gradients of ``module`` from now on.
+
+        ``user`` is the module whose forward reads its parameters; ``module`` itself by default.
+        """
+        user = user or module
+        user.register_forward_pre_hook(partial(self._before, module))
+        user.register_forward_hook(partial(self._after, module), always_call=True)
         module.used_in_parts, module.partials = self, partials
 
     def names(self, module: nn.Module) -> list[str]:
         """Return the logical names of the parameters of ``module``."""
         return [f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)]
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, *_: Any) -> None:
         if self.in_parts is not None and not self.in_parts():
             return
         for attribute, own in module.named_parameters(recurse=False):
             name = f"{self.path}.{attribute}"  # what stands in the instance is found before it
             used = for_use(own, name, self.group, module.partials)
-            vars(module)[attribute] = used if self.places == slice(None) else used[self.places]
+            if self.places:
+                used = torch.cat([used[first:last] for first, last in self.places])
+            vars(module)[attribute] = used
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         for attribute, _ in module.named_parameters(recurse=False):

@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -187,7 +187,7 @@ def _refuse_unnamed(spec: ModelSpec, names: Collection[str]) -> None:
         if isinstance(sublayer, MixtureNames) or getattr(sublayer, "entry", None) is not None:
             continue  # what else is there sees whole tokens
         known = tuple(f"{path}.{name}." for name in sublayer.modules())
-        if isinstance(sublayer, AttentionNames):
+        if isinstance(sublayer, AttentionNames | DeltaNetNames):
             known += tuple(f"{path}.{name}" for name in sublayer.of_heads)
         if others := [n for n in names if n.startswith(f"{path}.") and not n.startswith(known)]:
             raise ValueError(f"{', '.join(others)}: the spec does not say how tp ranks shard it")
@@ -198,7 +198,7 @@ def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ..
     heads_of = {
         path: getattr(model.get_submodule(path), sublayer.heads)
         for path, sublayer in sublayers.items()
-        if isinstance(sublayer, RegionNames) and sublayer.heads is not None
+        if isinstance(sublayer, RegionNames | DeltaNetNames) and sublayer.heads is not None
     }
     if spec.attention is None:
         return ModelSizes(config.vocab_size, heads_of=heads_of)

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
 from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import (
@@ -32,7 +32,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, split
 from parallel_ext.sharding.slices import take
 
 
@@ -163,6 +163,8 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
             replace.attention(path, sublayer)
         elif isinstance(sublayer, RegionNames):
             replace.region(path, sublayer)
+        elif isinstance(sublayer, DeltaNetNames):
+            replace.delta_net(path, sublayer)
         else:
             replace.mixture(path, sublayer)
     if spec.head is not None:
@@ -192,7 +194,8 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
             module.get_submodule(sublayer.entry).register_forward_hook(copy_output)
         else:
             # The layers of a region may read other inputs.
-            readers = () if sublayer in spec.regions else sublayer.inputs
+            has_others = sublayer in spec.regions or isinstance(sublayer, DeltaNetNames)
+            readers = () if has_others else sublayer.inputs
             CopyInput(tp, tuple(readers)).attach(module)
         if isinstance(sublayer, RegionNames) and sublayer.merges:
             module.register_forward_hook(sum_output)
@@ -358,11 +361,34 @@ class Replacer:
         self._norms_of_heads(path, names)
         if names.of_heads and self.mesh.tp_size > 1:
             attention = self.model.get_submodule(path)
-            first, last = (end // attention.head_dim for end in query.ranges(self.mesh.rank)[0])
-            used = UsedInParts(path, self.mesh.tp, places=slice(first, last))
+            features = attention.head_dim * names.rows_per_head
+            heads = tuple(end // features for end in query.ranges(self.mesh.rank)[0])
+            used = UsedInParts(path, self.mesh.tp, places=[heads])
             used.attach(attention, self.partials)
         heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
-        self.model.get_submodule(path).num_key_value_groups = heads // key_value_heads
+        groups = heads // names.rows_per_head // key_value_heads
+        self.model.get_submodule(path).num_key_value_groups = groups
+
+    def delta_net(self, path: str, names: DeltaNetNames) -> None:
+        """Replace the linears of a gated delta rule, and let it use the rest for own heads."""
+        module = self.model.get_submodule(path)
+        for name in (names.joined, *names.inputs):
+            self._column(f"{path}.{name}")
+        self._row(f"{path}.{names.output}")
+        self.watch(path, names.joined, *names.inputs, names.output)
+        if self.mesh.tp_size == 1:
+            return
+        joined = self.layout[f"{path}.{names.joined}.weight"].ranges(self.mesh.rank)
+        heads = getattr(module, names.heads)
+        first, last = split(heads, self.mesh.tp_size)[self.mesh.tp_rank]
+        values = len(getattr(module, names.of_heads[0])) // heads
+        for name, places in ((names.convolution, joined), (names.norm, ())):
+            used = UsedInParts(f"{path}.{name}", self.mesh.tp, places=places)
+            used.attach(module.get_submodule(name), self.partials, module)
+        used = UsedInParts(path, self.mesh.tp, places=[(first * values, last * values)])
+        used.attach(module, self.partials)
+        for name in (names.heads, *names.widths):
+            setattr(module, name, getattr(module, name) // heads * (last - first))
 
     def region(self, path: str, names: RegionNames) -> None:
         for name in names.inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,10 @@ _GROUPS = {
 _LOW_RANK = {
     **{"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4, "kv_lora_rank": 16},
     **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10},
+}
+_DELTA_NET = {
+    **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]},
 }
 KINDS = {
     "mistral": {"sliding_window": 3},
@@ -108,6 +113,12 @@ KINDS = {
         **{"q_lora_rank": 20, "topk_method": "group_limited_greedy", "topk_group": 1},
     },
     "deepseek_v3": {**_GROUPS, **_LOW_RANK, "q_lora_rank": 20},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {
+        **_DELTA_NET,
+        **_EXPERTS,
+        **{"num_experts": 5, "shared_expert_intermediate_size": 17},
+    },
     "gpt_oss": {**_EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "sliding_window": 4},
     "glm4_moe_lite": {**_GROUPS, **_LOW_RANK, "q_lora_rank": None, "norm_topk_prob": False},
 }
@@ -211,7 +222,7 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
+        if re.fullmatch("(Gemma|Qwen3_5).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)
         if type(module).__name__.endswith("LayerNorm") and type(module) is not nn.LayerNorm:
             module.forward = MethodType(_layer_norm, module)
@@ -230,9 +241,10 @@ def in_fp64() -> Iterator[None]:
 
 
 def _tolerance(kind: str) -> float:
-    """Of a fp64 model: where corrected scores choose, the classes compute them in fp32."""
-    mixture = SPECS[kind].mixture
-    return 1e-10 if mixture is None or mixture.by_softmax or kind == "gpt_oss" else 1e-5
+    """Of a fp64 model: corrected scores and delta rules are computed in fp32."""
+    spec = SPECS[kind]
+    corrected = spec.mixture is not None and not spec.mixture.by_softmax and kind != "gpt_oss"
+    return 1e-5 if corrected or spec.delta_net is not None else 1e-10
 
 
 @in_fp64()
@@ -337,6 +349,7 @@ _OTHER_LINEARS = {
     "starcoder2": (*_LLAMAS[:4], "c_fc", "c_proj"),
     "deepseek_v3": ("q_b_proj", "kv_b_proj", *_LLAMAS[3:]),
     "gpt_oss": _LLAMAS[:4],
+    "qwen3_5_text": (*_LLAMAS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 }
 
 
