@@ -21,9 +21,22 @@ from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from parallel_ext.models.qwen3_moe import OLMOE, QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import (
+    AttentionNames,
+    DeltaNetNames,
+    MixtureNames,
+    RegionNames,
+)
 
-__all__ = ["SPECS", "AttentionNames", "MixtureNames", "ModelSpec", "RegionNames", "register"]
+__all__ = [
+    "SPECS",
+    "AttentionNames",
+    "DeltaNetNames",
+    "MixtureNames",
+    "ModelSpec",
+    "RegionNames",
+    "register",
+]
 
 SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec

@@ -19,6 +19,7 @@ def _route(
     weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, True)
     return logits, weights.to(logits.dtype), expert_ids
 
+
 QWEN3_5_TEXT = replace(
     QWEN3,
     model_type="qwen3_5_text",

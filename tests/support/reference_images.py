@@ -25,7 +25,8 @@ _VISION = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
 }
-_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_LAYERS = ["linear_attention", "full_attention"]
+_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _ONE_PLACE = ("internvl", "smolvlm", "idefics3", *_QWENS)  # of an image; others have 4
 
 DECODERS = {
@@ -41,6 +42,7 @@ DECODERS = {
     "qwen2_vl": "Qwen2VLTextModel",
     "qwen2_5_vl": "Qwen2_5_VLTextModel",
     "qwen3_vl": "Qwen3VLTextModel",
+    "qwen3_5": "Qwen3_5TextModel",
 }
 """Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
 
@@ -84,6 +86,9 @@ def _config(kind: str) -> Any:
             vision["hidden_size"] = 64
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
         text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
+        if kind == "qwen3_5":
+            text |= {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "layer_types": _LAYERS}
+            text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
         return t.CONFIG_MAPPING[kind](vision_config=vision, text_config=text, **token)
     of = {"smolvlm": t.SmolVLMConfig, "idefics3": t.Idefics3Config}[kind]
     return of(vision_config=_VISION, text_config=llama, scale_factor=2, pad_token_id=0, **token)

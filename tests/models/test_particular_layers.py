@@ -1,4 +1,4 @@
-"""Mixtures with corrected scores: routers that stay fp32, and buffers that decide on experts."""
+"""What is particular to some architectures: routers in fp32, corrections, sinks, delta rules."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ CASES = {
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
     "dp 2, tp 2, ep 4": ("deepseek_v2", Layout(2, 2, 4), 2),
     "dp 2, tp 2, ep 2, sinks": ("gpt_oss", Layout(2, 2, 2), 3),
+    "dp 2, tp 2, delta rules": ("qwen3_5_text", Layout(2, 2, 1), 3),
 }
 
 
@@ -127,6 +128,12 @@ def _refused(what: str) -> None:
         parallel(
             OfSpec("ernie4_5_moe", dtype=torch.float32).model(), mesh, invariant=px.Invariant()
         )
+    elif what == "delta rules":
+        parallel(
+            OfSpec("qwen3_5_text", dtype=torch.float32).model(), mesh, invariant=px.Invariant()
+        )
+    elif what == "key heads":
+        parallel(OfSpec("qwen3_5_text").model(), mesh_of(4))
     elif what == "heads":
         parallel(OfSpec("deepseek_v3").model(), mesh_of(4))
     elif what == "adapters":
@@ -143,6 +150,8 @@ def _refused(what: str) -> None:
     [
         ("Invariant", 2, "experts chosen by other scores than a softmax"),
         ("heads", 4, "has 6 heads, which tp=4 does not divide"),
+        ("delta rules", 2, "a gated delta rule"),
+        ("key heads", 4, "has 3 key heads, fewer than tp=4"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
         ("adapters of experts", 2, "or with those of GPT-OSS, does not support"),
     ],
