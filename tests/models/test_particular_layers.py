@@ -150,7 +150,7 @@ def _refused(what: str) -> None:
     [
         ("Invariant", 2, "experts chosen by other scores than a softmax"),
         ("heads", 4, "has 6 heads, which tp=4 does not divide"),
-        ("delta rules", 2, "a gated delta rule"),
+        ("delta rules", 2, "q_norm is a Qwen3_5RMSNorm"),
         ("key heads", 4, "has 3 key heads, fewer than tp=4"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
         ("adapters of experts", 2, "or with those of GPT-OSS, does not support"),
