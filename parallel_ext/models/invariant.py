@@ -53,6 +53,8 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
         "an attention of another kind": attention is None and not spec.regions,
         "a gated delta rule": spec.delta_net is not None,
+        "sinks or gates of heads": attention is not None
+        and bool(attention.of_heads or attention.gated),
         "experts chosen by other scores than a softmax": spec.mixture is not None
         and not spec.mixture.by_softmax,
         "norms over all heads that round before their weight": attention is not None

@@ -118,10 +118,10 @@ class AttentionNames:
             if norm is not None:
                 norms |= shard_rows(f"{path}.{norm}", shapes, ranges)
         if self.is_joined:
-            if norms:
+            if norms or self.of_heads or self.gated:
                 raise ValueError(
-                    f"{', '.join(norms)}: a norm over all heads is not supported where one linear "
-                    "joins query, key and value"
+                    f"{path}: norms over all heads, gates and parameters of heads are not supported "
+                    "where one linear joins query, key and value"
                 )
             if len(set(key_value)) < len(key_value):
                 raise ValueError(

@@ -122,7 +122,7 @@ def _compare(
     values = {**dict(model.named_buffers()), **weights}  # aliases of tied weights are left out
     for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
         if name in values:
-            tensor.data = values[name].clone()
+            tensor.data = values[name].to(tensor.device, copy=True)
     reference.train(model.training)
     reference.loss_function = _exact_loss
     names = dict.fromkeys(name for one in batches for name in one)
