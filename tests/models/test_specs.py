@@ -506,9 +506,16 @@ def test_norms_of_heads_of_a_joined_attention_have_the_gradients_of_one_process(
     assert_within(pool(3).run(_normed, sequence_parallel))
 
 
-def test_norms_over_all_heads_of_a_joined_attention_are_refused() -> None:
-    words = "self_attn.q_norm.weight.*: a norm over all heads is not supported where one linear"
-    names = {"query_norm": "q_norm", "key_norm": "k_norm", "norm_class": "Phi3RMSNorm"}
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"query_norm": "q_norm", "key_norm": "k_norm", "norm_class": "Phi3RMSNorm"},
+        {"gated": True, "head_norms": ("q_norm", "k_norm")},
+    ],
+    ids=["norms over all heads", "gates"],
+)
+def test_what_a_joined_attention_cannot_have_is_refused(names: dict[str, Any]) -> None:
+    words = "norms over all heads, gates and parameters of heads are not supported where one linear"
     with _phi3(torch.float32, **names) as model, pytest.raises(ValueError, match=words):
         px.parallelize(model, px.init_mesh())
 
