@@ -22,7 +22,7 @@ CASES = {
     "dp 2, ep 2": ("glm4_moe", Layout(2, 1, 2), 3),
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
     "dp 2, tp 2, ep 4": ("deepseek_v2", Layout(2, 2, 4), 2),
-    "dp 2, tp 2, ep 2, sinks": ("gpt_oss", Layout(2, 2, 2), 3),
+    "dp 2, tp 2, ep 4, sinks": ("gpt_oss", Layout(2, 2, 4), 3),
     "dp 2, tp 2, delta rules": ("qwen3_5_text", Layout(2, 2, 1), 3),
 }
 
