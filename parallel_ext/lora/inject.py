@@ -173,8 +173,8 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -
     served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)
     if not served:
         raise NotImplementedError(
-            f"{op_name}: LoRA on a parallel model without experts, or with those of GPT-OSS, does "
-            f"not support target_parameters={wanted}; use target_modules"
+            f"{op_name}: LoRA on a parallel model without experts does not support "
+            f"target_parameters={wanted}, nor do those of GPT-OSS; use target_modules"
         )
     everything = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
     for target in wanted:

@@ -27,6 +27,7 @@ class UsedInParts:
         places: ranges of the first dimension of each parameter that this rank uses; all by default.
 
     Example:
+        >>> from parallel_ext import ops
         >>> norm = nn.LayerNorm(3)
         >>> UsedInParts("model.norm", ops.ALONE).attach(norm, PartialGradients())
         >>> norm(torch.ones(2, 3)).shape
