@@ -515,7 +515,7 @@ def test_norms_of_heads_of_a_joined_attention_have_the_gradients_of_one_process(
     ids=["norms over all heads", "gates"],
 )
 def test_what_a_joined_attention_cannot_have_is_refused(names: dict[str, Any]) -> None:
-    words = "norms over all heads, gates and parameters of heads are not supported where one linear"
+    words = "norms over all heads, gates and parameters of heads are not served where one linear"
     with _phi3(torch.float32, **names) as model, pytest.raises(ValueError, match=words):
         px.parallelize(model, px.init_mesh())
 
