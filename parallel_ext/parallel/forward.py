@@ -28,6 +28,7 @@ from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss
 from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
@@ -327,6 +328,8 @@ def _refuse_what_fails(
         raise NotImplementedError(
             "output_attentions under tp is not supported: a rank computes only its own heads"
         )
+    if state.mesh.tp_size > 1:
+        refuse_masks_of_heads(arguments.get("attention_mask"))
     if (
         state.sequence_parallel
         and model.training
