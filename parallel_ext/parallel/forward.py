@@ -101,6 +101,11 @@ def _begin(
     model: nn.Module, state: ParallelState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Begun:
     """Check the call of a forward, on all ranks where they must agree."""
+    if torch.jit.is_tracing() and state.mesh.world_size > 1:
+        raise NotImplementedError(
+            "torch.jit.trace is not supported on a parallel model, whose ranks send each other "
+            "what it cannot record; torch.export.export, and torch.compile, do"
+        )
     # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:

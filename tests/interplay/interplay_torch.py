@@ -720,6 +720,11 @@ def exported(trial: Trial) -> None:
         close(program.module()(ids), trial.reference.eval()(ids).logits)
 
 
+@refused("torch.jit.trace", instead="torch.export.export, and torch.compile, do")
+def traced(trial: Trial) -> None:
+    torch.jit.trace(trial.model.eval(), trial.whole["input_ids"], strict=False)
+
+
 @exact("torch.utils.checkpoint.checkpoint", how="by model.gradient_checkpointing_enable()")
 def checkpointed(trial: Trial) -> None:
     for model in (trial.model, trial.reference):
