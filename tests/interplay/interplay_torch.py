@@ -470,7 +470,7 @@ def quantized(trial: Trial) -> None:
 
 @exact(
     *(f"torch.optim.{name}" for name in OPTIMIZERS),
-    how="fused and foreach too",
+    how="fused and foreach too; torch has no fused SGD and Adagrad after px.data_parallel",
     spreads=EVERYWHERE,
 )
 def elementwise_optimizers(trial: Trial) -> None:
