@@ -49,7 +49,7 @@ _PLACED = {
     *("device_map", "max_memory", "offload_folder", "offload_state_dict"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config"),
 }
-_UNUSED = {"_from_auto", "_commit_hash", "use_safetensors", "proxies", "trust_remote_code"}
+_UNUSED = {"_from_auto", "_commit_hash", "proxies", "trust_remote_code"}
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"

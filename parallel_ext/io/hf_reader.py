@@ -112,6 +112,14 @@ class HFDirectory:
             raise CheckpointError(
                 f"{self.path}: there is neither {SINGLE_FILE_NAME} nor {INDEX_NAME}{hint}"
             )
+        # transformers reads this file instead of the usual ones.
+        other = self.config.get("transformers_weights")
+        if other not in (None, SINGLE_FILE_NAME if weight_map is None else INDEX_NAME):
+            raise CheckpointError(
+                f"{self.path / CONFIG_NAME}: transformers_weights is {shown(other)}, but only "
+                f"{SINGLE_FILE_NAME} or {INDEX_NAME} is read here; load the model by transformers "
+                "and call px.parallelize"
+            )
         for name in names:
             file = self._open_file(name)
             self._files.append(file)

@@ -100,6 +100,12 @@ class _Adapter:
 
     def _scale(self, target: str, r: int) -> float:
         """Return what the product of the factors of a target is multiplied by, as PEFT has it."""
+        ranks = self.config.rank_pattern or {}
+        if (given := ranks.get(get_pattern_key(ranks.keys(), target), self.config.r)) != r:
+            raise CheckpointError(
+                f"{self.file.path}: the adapter of {target} is of rank {r}, but by "
+                f"adapter_config.json of {given}"
+            )
         pattern = self.config.alpha_pattern or {}
         alpha = pattern.get(get_pattern_key(pattern.keys(), target), self.config.lora_alpha)
         return alpha / (math.sqrt(r) if self.config.use_rslora else r)

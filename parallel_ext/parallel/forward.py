@@ -28,6 +28,7 @@ from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss
 from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
@@ -100,6 +101,11 @@ def _begin(
     model: nn.Module, state: ParallelState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Begun:
     """Check the call of a forward, on all ranks where they must agree."""
+    if torch.jit.is_tracing() and state.mesh.world_size > 1:
+        raise NotImplementedError(
+            "torch.jit.trace is not supported on a parallel model, whose ranks send each other "
+            "what it cannot record; torch.export.export, and torch.compile, do"
+        )
     # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
@@ -327,6 +333,8 @@ def _refuse_what_fails(
         raise NotImplementedError(
             "output_attentions under tp is not supported: a rank computes only its own heads"
         )
+    if state.mesh.tp_size > 1:
+        refuse_masks_of_heads(arguments.get("attention_mask"))
     if (
         state.sequence_parallel
         and model.training

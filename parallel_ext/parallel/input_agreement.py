@@ -42,7 +42,7 @@ def _describe(value: Any) -> str:
 
 
 def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return all tensors of a call by name, those in lists (images of each row) included."""
+    """Return all tensors of a call by name, with those in lists (images of each row) and dicts."""
     found: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
@@ -51,6 +51,8 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             inner = enumerate(value)  # often of a thousand plain values
             kinds = (torch.Tensor, list, tuple)
             found |= _tensors_in({f"{name}[{i}]": v for i, v in inner if isinstance(v, kinds)})
+        elif isinstance(value, dict) and name not in _OF_THE_RANK:  # masks of kinds of layers
+            found |= _tensors_in({f"{name}[{key}]": each for key, each in value.items()})
     return found
 
 

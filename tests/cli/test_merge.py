@@ -172,6 +172,11 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
         half / "adapter_model.safetensors",
     )
     assert "self_attn.q_proj has a alone" in _refused(capsys, half, base, out)
+    ranks = tmp_path / "ranks"
+    shutil.copytree(good, ranks)
+    config = json.loads((good / "adapter_config.json").read_text())
+    (ranks / "adapter_config.json").write_text(json.dumps(config | {"r": 5}))
+    assert "is of rank 3, but by adapter_config.json of 5" in _refused(capsys, ranks, base, out)
     mixtral = tmp_path / "mixtral"
     TinyMixtral(dtype=torch.float32).model().save_pretrained(mixtral)
     fewer = TinyMixtral(dtype=torch.float32, inner=5).model()

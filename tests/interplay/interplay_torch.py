@@ -470,7 +470,7 @@ def quantized(trial: Trial) -> None:
 
 @exact(
     *(f"torch.optim.{name}" for name in OPTIMIZERS),
-    how="fused and foreach too",
+    how="fused and foreach too; torch has no fused SGD and Adagrad after px.data_parallel",
     spreads=EVERYWHERE,
 )
 def elementwise_optimizers(trial: Trial) -> None:
@@ -718,6 +718,11 @@ def exported(trial: Trial) -> None:
     program = torch.export.export(Logits(trial.model.eval()), (ids,), strict=False)
     with torch.no_grad():
         close(program.module()(ids), trial.reference.eval()(ids).logits)
+
+
+@refused("torch.jit.trace", instead="torch.export.export, and torch.compile, do")
+def traced(trial: Trial) -> None:
+    torch.jit.trace(trial.model.eval(), trial.whole["input_ids"], strict=False)
 
 
 @exact("torch.utils.checkpoint.checkpoint", how="by model.gradient_checkpointing_enable()")

@@ -968,6 +968,9 @@ def _refused(directory: str) -> list[Any]:
             lambda: torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()),
             lambda: px.patch(tp=1),
             lambda: transformers.LlamaForCausalLM.from_pretrained(directory, None),
+            lambda: transformers.LlamaForCausalLM.from_pretrained(
+                directory + "/llama", use_safetensors=False
+            ),
         ):
             try:
                 results.append(call())
@@ -986,13 +989,15 @@ def test_what_is_not_served_is_named_at_its_first_use(tmp_path: Path) -> None:
     gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
     helper = transformers.GPT2LMHeadModel(gpt2)
     helper.save_pretrained(tmp_path / "gpt2")
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path / "llama")
     for found in pool(2).run(_refused, str(tmp_path)):
         assert "OPTForCausalLM is not served" in found[0].text
         assert "plain=['OPTForCausalLM']" in found[0].text
         assert "AdamW gets parameters of no parallel model" in found[1].text
         assert "px.unpatch() first" in found[2].text
         assert "LlamaForCausalLM.from_pretrained takes options by name" in found[3].text
-        assert found[4] == helper.num_parameters()
+        assert "does not take use_safetensors: weights are read from" in found[4].text
+        assert found[5] == helper.num_parameters()
 
 
 def test_an_adapter_is_refused_with_the_name_of_its_base(tmp_path: Path) -> None:

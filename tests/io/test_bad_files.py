@@ -605,6 +605,10 @@ IN_CONFIG = {
     "twice a key": Case(
         _text(CONFIG, '{"vocab_size": 1, "vocab_size": 2}'), (CONFIG, "'vocab_size' occurs more")
     ),
+    "weights elsewhere": Case(
+        _config(transformers_weights="other.safetensors"),
+        (CONFIG, "transformers_weights is 'other.safetensors'", "call px.parallelize"),
+    ),
     "infinity": Case(_config(rms_norm_eps=float("inf")), (CONFIG, "Infinity is no number")),
     "vocabulary true": Case(_config(vocab_size=True), (CONFIG, "vocab_size", "True")),
     "vocabulary in words": Case(_config(vocab_size="101"), (CONFIG, "vocab_size", "'101'")),

@@ -17,8 +17,10 @@ import torch.distributed as dist
 import transformers
 from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel
+from torch.nn.attention.flex_attention import create_block_mask
 
 import parallel_ext as px
+from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 
 TINY = Tiny()
 
@@ -34,6 +36,9 @@ def test_ranks_in_other_modes_raise_for_nothing_else() -> None:
 def _forward_with(change: str) -> None:
     model = parallel(TINY.model(), mesh_of())
     one = batch(101)
+    if change == "mask of layers":
+        mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+        one["attention_mask"] = {"full_attention": mask}
     if dist.get_rank() == 1:
         if change == "ids":
             one["input_ids"][0, 4] += 1 if one["input_ids"][0, 4] < 50 else -1
@@ -45,6 +50,8 @@ def _forward_with(change: str) -> None:
             one = {name: value[:, :-1] for name, value in one.items()}
         elif change == "dtype":
             one["attention_mask"] = one["attention_mask"].bool()
+        elif change == "mask of layers":
+            one["attention_mask"]["full_attention"][0, 0, 3, 1] = False
         elif change == "eval":
             model.eval()
         elif change == "no labels":
@@ -77,6 +84,7 @@ def _forward_with(change: str) -> None:
         "ids": ["input_ids (other values, int64 (2, 9))"],
         "labels": ["labels (other values"],
         "mask": ["attention_mask (other values"],
+        "mask of layers": ["attention_mask[full_attention] (other values"],
         "shape": ["input_ids (tp rank 0: int64 (2, 9), tp rank 1: int64 (2, 8))"],
         "dtype": ["attention_mask (tp rank 0: int64 (2, 9), tp rank 1: bool (2, 9))"],
         "eval": ["mode (tp rank 0: train, grad, tp rank 1: eval, grad)"],
@@ -445,6 +453,32 @@ def test_wrappers_that_call_the_forward_of_a_layer_are_served() -> None:
 
 def _attentions() -> None:
     parallel(TINY.model(), mesh_of())(**batch(101), output_attentions=True)
+
+
+def _masked_by_head(kind: str) -> None:
+    one = batch(101)
+    one["attention_mask"] = torch.ones(2, 9, 9, 9, dtype=torch.bool).tril()
+    if kind.startswith("flex"):
+        heads = {"flex": None, "flex of heads": 9}[kind]
+        rows = lambda b, h, q, k: (q >= k) & (q - k < h + 2)  # noqa: E731
+        one["attention_mask"] = create_block_mask(rows, 2, heads, 9, 9, device="cpu")
+    elif kind == "of layers":
+        one["attention_mask"] = {"full_attention": one["attention_mask"]}
+    parallel(TINY.model(), mesh_of())(**one)
+
+
+def test_attention_masks_of_single_heads_are_refused() -> None:
+    for kind, words in {
+        "4d": "of shape (2, 9, 9, 9) has a part for each of 9 heads",
+        "of layers": "has a part for each of 9 heads",
+        "flex of heads": "has a part for each of 9 heads",
+        "flex": "mask_mod that looks at the number of the head",
+    }.items():
+        pool(2).assert_raises(_masked_by_head, kind, error="NotImplementedError", words=words)
+    documents = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])
+    rows = lambda b, h, q, k: (q >= k) & (documents[q] == documents[k])  # noqa: E731
+    refuse_masks_of_heads(create_block_mask(rows, 2, None, 9, 9, device="cpu"))
+    refuse_masks_of_heads({"full_attention": torch.ones(2, 1, 9, 9), "sliding_attention": None})
 
 
 def _generated_in_time(seconds: float | None) -> int:
