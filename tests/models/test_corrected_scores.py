@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ from test_specs import OfSpec
 
 import parallel_ext as px
 
+
+@dataclass(frozen=True)
+class WithoutShared(OfSpec):
+    """An ERNIE none of whose experts sees all tokens."""
+
+    kind: str = "ernie4_5_moe"
+
+    def config(self) -> transformers.PreTrainedConfig:
+        config = super().config()
+        config.moe_num_shared_experts = 0
+        return config
+
+
 CASES = {
     "dp 2, ep 2": ("glm4_moe", Layout(2, 1, 2), 3),
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
@@ -30,6 +44,11 @@ CASES = {
 def test_training_equals_the_single_process(case: str) -> None:
     kind, layout, zero = CASES[case]
     assert_within(pool(layout.world).run(parity, OfSpec(kind), layout, zero), 1e-5)
+
+
+def test_a_model_without_a_shared_expert_is_trained_as_one_with_it() -> None:
+    layout = Layout(1, 2, 2)
+    assert_within(pool(layout.world).run(parity, WithoutShared(), layout, None), 1e-5)
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
