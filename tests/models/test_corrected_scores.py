@@ -140,6 +140,27 @@ def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) 
     assert "model.layers.61." in found[0][1][0]
 
 
+def _other_corrections(after: bool) -> None:
+    """Rank 1 has others, before ``px.parallelize`` or after it."""
+    mesh, model = mesh_of(1), OfSpec("glm4_moe", dtype=torch.float32).model()
+    if after:
+        px.parallelize(model, mesh)
+    router = model.model.layers[1].mlp.gate
+    router.e_score_correction_bias += mesh.rank
+    if after:
+        px.check_replicas(model)
+    else:
+        px.parallelize(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"), [(False, "must be equal on all ranks"), (True, "differs between ranks")]
+)
+def test_corrections_that_differ_between_ranks_are_refused(after: bool, words: str) -> None:
+    words = f"model.layers.1.mlp.gate.e_score_correction_bias {words}"
+    pool(2).assert_raises(_other_corrections, after, error="DisagreementError", words=words)
+
+
 def _refused(what: str) -> None:
     mesh = mesh_of()
     if what == "Invariant":
