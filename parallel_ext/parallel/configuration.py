@@ -129,7 +129,10 @@ def _generation(directory: HFDirectory) -> transformers.GenerationConfig | None:
 
 
 def build_on_meta(
-    directory: HFDirectory, config: transformers.PreTrainedConfig, attn_implementation: str | None
+    directory: HFDirectory,
+    config: transformers.PreTrainedConfig,
+    attn_implementation: str | None,
+    dtype: torch.dtype | None = None,
 ) -> transformers.PreTrainedModel:
     """Build the unfilled model: parameters on meta, buffers real, weights tied as configured.
 
@@ -137,12 +140,14 @@ def build_on_meta(
         directory: whose configuration it is.
         config: from :func:`configurations`.
         attn_implementation: as in HuggingFace; None for its choice.
+        dtype: in which the class makes its buffers; None for that of the configuration.
 
     Raises:
         CheckpointError: no model can be built from the configuration; names file and value.
         Exception: transformers' own, where only the attention is at fault.
     """
-    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options = {"attn_implementation": attn_implementation, "dtype": dtype}
+    kwargs = {name: value for name, value in options.items() if value is not None}
     try:
         with (
             torch.device("cpu"),
@@ -155,7 +160,7 @@ def build_on_meta(
     except Exception as error:
         if attn_implementation is not None:
             forget_attention(config)
-            build_on_meta(directory, config, None)
+            build_on_meta(directory, config, None, dtype)
             raise  # the model can be built, but not with this attention
         path = directory.path / CONFIG_NAME
         raise CheckpointError(_refusal(path, directory.config, error)) from error

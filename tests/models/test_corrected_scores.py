@@ -79,6 +79,31 @@ def test_a_router_stays_fp32_in_a_bf16_model_and_is_trained_so(tmp_path: Path) -
         assert max(differences.values()) < 0.1  # of bf16
 
 
+def _corrections(source: str, dtype: torch.dtype) -> dict[str, bool]:
+    ours = px.from_pretrained(source, mesh_of(), dtype=dtype)
+    theirs = dict(
+        transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).named_buffers()
+    )
+    return {
+        name: each.dtype == theirs[name].dtype and torch.equal(each, theirs[name])
+        for name, each in ours.named_buffers()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_config", [torch.float32, torch.bfloat16])
+def test_corrections_have_the_dtype_of_transformers(
+    in_config: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Those of MiniMax-M2 are of the dtype that is asked for, whatever the configuration says."""
+    OfSpec("minimax_m2", dtype=torch.float32).model().save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.dtype = in_config
+    config.save_pretrained(tmp_path)
+    for found in pool(2).run(_corrections, str(tmp_path), dtype):
+        assert all(found.values()), found
+
+
 def _checked() -> dict[str, float]:
     model = parallel(OfSpec("glm4_moe", dtype=torch.float32).model(), mesh_of())
     return dict(px.check_gradients(model, batch(101)).differences)
@@ -138,6 +163,16 @@ def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) 
     assert_within([differences for differences, _ in found], 0.0)
     assert [len(told) for _, told in found] == [1, 0]
     assert "model.layers.61." in found[0][1][0]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2"])
+def test_files_without_the_corrections_are_refused(kind: str, tmp_path: Path) -> None:
+    OfSpec(kind, dtype=torch.float32).model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if "correction" not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    words = f"e_score_correction_bias of shape ({6 if kind == 'glm4_moe' else 5},) is missing"
+    pool(2).assert_raises(_loaded, str(tmp_path), error="CheckpointError", words=words)
 
 
 def _other_corrections(after: bool) -> None:
