@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.errors import CheckpointError
@@ -128,6 +130,25 @@ def _generation(directory: HFDirectory) -> transformers.GenerationConfig | None:
         raise CheckpointError(_refusal(path, content, error)) from error
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Make what ``torch.empty`` returns on meta; a layer's experts may exceed a host's memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let models be built with real buffers, and with parameters that take no memory."""
+    with no_init_weights(), init_empty_weights(include_buffers=False), _EmptyOnMeta():
+        yield
+
+
 def build_on_meta(
     directory: HFDirectory,
     config: transformers.PreTrainedConfig,
@@ -151,8 +172,7 @@ def build_on_meta(
     try:
         with (
             torch.device("cpu"),
-            no_init_weights(),
-            init_empty_weights(include_buffers=False),
+            parameters_on_meta(),
             called_by_this_package(),  # nothing of a new model is another's: nobody need look
         ):
             model = _auto_class(directory).from_config(config, **kwargs)
