@@ -140,13 +140,13 @@ def from_pretrained(
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation, dtype)
         )
+        _check_equal(model, dtype, mesh, op_name)
         parallelize(model, mesh, **options)
 
         mesh.control.run_on_all(
             op_name, lambda: _check(directory, model, vocab_size, given is not None)
         )
         layout = state_of(model).layout
-        _check_equal(model, dtype, mesh, op_name)
         fp32 = kept_in_fp32(model, dtype)
         directory.load_into(model, mesh, layout, op_name, dtype, device, fp32)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
