@@ -169,8 +169,10 @@ class ModelSpec:
                     sublayer = self.mixture
             if sublayer is not None:
                 found[f"{layer}.{sublayer.name}"] = sublayer
-            if isinstance(sublayer, MixtureNames) and sublayer.shared is not None:
-                found[f"{layer}.{sublayer.name}.{sublayer.shared.name}"] = sublayer.shared
+            if isinstance(sublayer, MixtureNames) and (shared := sublayer.shared) is not None:
+                path = f"{layer}.{sublayer.name}.{shared.name}"
+                if any(name.startswith(f"{path}.") for name in names):
+                    found[path] = shared
         for region in self.regions:
             for path in _numbered(region.name, names):
                 if path not in found or region.is_at(path, names):

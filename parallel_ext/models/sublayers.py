@@ -300,7 +300,7 @@ class MixtureNames:
             for it.
         by_softmax: whether ``route`` chooses by a softmax alone; px.Invariant serves no other.
         shared: in the sublayer, an expert of all tokens, sharded over the tp ranks as an MLP. None
-            where there is none.
+            where there is none. A model may lack it, by its configuration.
         shared_gate: in the sublayer, the linear whose output it is multiplied by; replicated.
     """
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.errors import CheckpointError
@@ -128,8 +130,30 @@ def _generation(directory: HFDirectory) -> transformers.GenerationConfig | None:
         raise CheckpointError(_refusal(path, content, error)) from error
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Make what ``torch.empty`` returns on meta; a layer's experts may exceed a host's memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let models be built with real buffers, and with parameters that take no memory."""
+    with no_init_weights(), init_empty_weights(include_buffers=False), _EmptyOnMeta():
+        yield
+
+
 def build_on_meta(
-    directory: HFDirectory, config: transformers.PreTrainedConfig, attn_implementation: str | None
+    directory: HFDirectory,
+    config: transformers.PreTrainedConfig,
+    attn_implementation: str | None,
+    dtype: torch.dtype | None = None,
 ) -> transformers.PreTrainedModel:
     """Build the unfilled model: parameters on meta, buffers real, weights tied as configured.
 
@@ -137,17 +161,18 @@ def build_on_meta(
         directory: whose configuration it is.
         config: from :func:`configurations`.
         attn_implementation: as in HuggingFace; None for its choice.
+        dtype: in which the class makes its buffers; None for that of the configuration.
 
     Raises:
         CheckpointError: no model can be built from the configuration; names file and value.
         Exception: transformers' own, where only the attention is at fault.
     """
-    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options = {"attn_implementation": attn_implementation, "dtype": dtype}
+    kwargs = {name: value for name, value in options.items() if value is not None}
     try:
         with (
             torch.device("cpu"),
-            no_init_weights(),
-            init_empty_weights(include_buffers=False),
+            parameters_on_meta(),
             called_by_this_package(),  # nothing of a new model is another's: nobody need look
         ):
             model = _auto_class(directory).from_config(config, **kwargs)
@@ -155,7 +180,7 @@ def build_on_meta(
     except Exception as error:
         if attn_implementation is not None:
             forget_attention(config)
-            build_on_meta(directory, config, None)
+            build_on_meta(directory, config, None, dtype)
             raise  # the model can be built, but not with this attention
         path = directory.path / CONFIG_NAME
         raise CheckpointError(_refusal(path, directory.config, error)) from error

@@ -6,17 +6,18 @@ from torch import nn
 
 from parallel_ext.nn.replicas import compare
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers, to_shards
 from parallel_ext.sharding.slices import local_part
 
 
 def check_replicas(model: nn.Module) -> None:
-    """Raise unless all replicas of a model's parameters have the same bits on their ranks.
+    """Raise unless all replicas of a model's tensors have the same bits on their ranks.
 
-    Every rank calls it. Each rank hashes what others hold too: norms and routers, factors of
-    adapters, key-value heads that several ranks share, and what dp ranks hold replicated. One
-    exchange of a few bytes follows. ``save_pretrained`` and ``save_checkpoint`` do the same before
-    they write, and each training forward does it with one parameter in turn.
+    Every rank calls it. Each rank hashes what others hold too: norms, routers and corrections of
+    their scores, factors of adapters, key-value heads that several ranks share, and what dp ranks
+    hold replicated. One exchange of a few bytes follows. ``save_pretrained`` and
+    ``save_checkpoint`` do the same before they write, and each training forward does it with one
+    parameter in turn.
 
     Args:
         model: a parallel model, wrapped or not.
@@ -29,8 +30,10 @@ def check_replicas(model: nn.Module) -> None:
     Example:
         >>> check_replicas(model)  # doctest: +SKIP
     """
-    mesh = state_of(model).mesh
+    mesh, whole = state_of(model).mesh, state_of(model).layout
     mesh.control.barrier("check_replicas")
     to_shards(model)
     shards = {name: (local_part(p), layout) for name, p, layout in named_shards(model)}
+    buffers = dict(persistent_buffers(model))
+    shards |= {name: (buffers[name], whole[name]) for name in buffers if name in whole.buffers}
     compare(shards, mesh, "check_replicas")

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
-from transformers.initialization import no_init_weights
 
 from parallel_ext import ops
 from parallel_ext.distributed.errors import CheckpointError
@@ -24,7 +22,7 @@ from parallel_ext.io.stream import share_out
 from parallel_ext.models import own_model_type
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
-from parallel_ext.parallel.configuration import type_of_text
+from parallel_ext.parallel.configuration import parameters_on_meta, type_of_text
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
@@ -180,7 +178,7 @@ class Planner:
     """
 
     def __init__(self, config: transformers.PreTrainedConfig) -> None:
-        with no_init_weights(), init_empty_weights():
+        with parameters_on_meta():
             self._plain = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
         self._plain.tie_weights()
         self._spec = spec_for(self._plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.beside import (
     check_equal_beside,
     parallel_parts,
@@ -30,7 +32,7 @@ from parallel_ext.parallel.beside import (
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding._torch_private import without_wrappers
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.named_shards import named_shards
@@ -133,18 +135,18 @@ def from_pretrained(
             op_name,
             lambda: configurations(directory, vocab_size, bool(trust_remote_code), given),
         )
+        if dtype is None:
+            dtype = _dtype_of(config, directory)
         model = mesh.control.run_on_all(
-            op_name, lambda: build_on_meta(directory, config, attn_implementation)
+            op_name, lambda: build_on_meta(directory, config, attn_implementation, dtype)
         )
+        _check_equal(model, dtype, mesh, op_name)
         parallelize(model, mesh, **options)
 
         mesh.control.run_on_all(
             op_name, lambda: _check(directory, model, vocab_size, given is not None)
         )
         layout = state_of(model).layout
-        if dtype is None:
-            dtype = _dtype_of(model, directory)
-        _check_equal(model, dtype, mesh, op_name)
         fp32 = kept_in_fp32(model, dtype)
         directory.load_into(model, mesh, layout, op_name, dtype, device, fp32)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
@@ -179,7 +181,17 @@ def _check(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
             f"{type(model).__name__} has no such layers"
         )
-    directory.check(layout, state.spec.vocabulary)
+    made_by_model = layout.buffers - _of_mixtures(state)
+    directory.check(replace(layout, buffers=made_by_model), state.spec.vocabulary)
+
+
+def _of_mixtures(state: ParallelState) -> set[str]:
+    """Return the names in files of buffers by which experts are chosen; files must hold them."""
+    layout = state.layout
+    sublayers = state.spec.sublayers(layout.keys())
+    paths = tuple(f"{at}." for at, each in sublayers.items() if isinstance(each, MixtureNames))
+    found = (name for name in layout.buffers if name.startswith(paths))
+    return {part.name for name in found for part in layout.parts_of(name)}
 
 
 def _check_equal(
@@ -204,9 +216,9 @@ def _check_same_files(model: transformers.PreTrainedModel, mesh: Mesh, op_name: 
     require_equal(mesh.control, op_name, own, noun="the values in the files of ", advice=_SAME)
 
 
-def _dtype_of(model: transformers.PreTrainedModel, directory: HFDirectory) -> torch.dtype | None:
+def _dtype_of(config: transformers.PreTrainedConfig, directory: HFDirectory) -> torch.dtype | None:
     in_files = (dtype for dtype in directory.dtypes.values() if dtype.is_floating_point)
-    return model.config.dtype or next(in_files, None)
+    return config.dtype or next(in_files, None)
 
 
 def _check_complete(model: nn.Module) -> None:

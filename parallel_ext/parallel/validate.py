@@ -22,6 +22,7 @@ from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import is_parallel
 from parallel_ext.sharding._torch_private import is_compiled
 from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.named_shards import persistent_buffers
 
 _MODEL_ATTRIBUTES = (
     "save_pretrained",
@@ -293,5 +294,8 @@ def check_equal(model: nn.Module, plan: Plan) -> None:
             f"of shape {layout[name].shape}, {parameter.dtype}, "
             f"requires_grad={parameter.requires_grad}, digest {digest}"
         )
+    for name, buffer in persistent_buffers(model):
+        digest = "meta" if buffer.is_meta else content_digest(buffer)
+        own[name] = f"of shape {tuple(buffer.shape)}, {buffer.dtype}, digest {digest}"
     advice = "load the same weights, or seed equally, on every rank"
     require_equal(mesh.control, "parallelize", own, advice=advice)

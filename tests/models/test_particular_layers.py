@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from versions import needs_newer
 
 import parallel_ext as px
 
+
+@dataclass(frozen=True)
+class WithoutShared(OfSpec):
+    """An ERNIE none of whose experts sees all tokens."""
+
+    kind: str = "ernie4_5_moe"
+
+    def config(self) -> transformers.PreTrainedConfig:
+        config = super().config()
+        config.moe_num_shared_experts = 0
+        return config
+
+
 CASES = {
     "dp 2, ep 2": ("glm4_moe", Layout(2, 1, 2), 3),
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
@@ -32,6 +46,11 @@ CASES = {
 def test_training_equals_the_single_process(case: str) -> None:
     kind, layout, zero = CASES[case]
     assert_within(pool(layout.world).run(parity, OfSpec(kind), layout, zero), 1e-5)
+
+
+def test_a_model_without_a_shared_expert_is_trained_as_one_with_it() -> None:
+    layout = Layout(1, 2, 2)
+    assert_within(pool(layout.world).run(parity, WithoutShared(), layout, None), 1e-5)
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
@@ -61,6 +80,31 @@ def test_a_router_stays_fp32_in_a_bf16_model_and_is_trained_so(tmp_path: Path) -
     for differences, kinds in pool(2).run(_as_loaded, str(tmp_path)):
         assert kinds == 2
         assert max(differences.values()) < 0.1  # of bf16
+
+
+def _corrections(source: str, dtype: torch.dtype) -> dict[str, bool]:
+    ours = px.from_pretrained(source, mesh_of(), dtype=dtype)
+    theirs = dict(
+        transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).named_buffers()
+    )
+    return {
+        name: each.dtype == theirs[name].dtype and torch.equal(each, theirs[name])
+        for name, each in ours.named_buffers()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_config", [torch.float32, torch.bfloat16])
+def test_corrections_have_the_dtype_of_transformers(
+    in_config: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Those of MiniMax-M2 are of the dtype that is asked for, whatever the configuration says."""
+    OfSpec("minimax_m2", dtype=torch.float32).model().save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.dtype = in_config
+    config.save_pretrained(tmp_path)
+    for found in pool(2).run(_corrections, str(tmp_path), dtype):
+        assert all(found.values()), found
 
 
 def _checked() -> dict[str, float]:
@@ -122,6 +166,37 @@ def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) 
     assert_within([differences for differences, _ in found], 0.0)
     assert [len(told) for _, told in found] == [1, 0]
     assert "model.layers.61." in found[0][1][0]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2"])
+def test_files_without_the_corrections_are_refused(kind: str, tmp_path: Path) -> None:
+    OfSpec(kind, dtype=torch.float32).model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if "correction" not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    words = f"e_score_correction_bias of shape ({6 if kind == 'glm4_moe' else 5},) is missing"
+    pool(2).assert_raises(_loaded, str(tmp_path), error="CheckpointError", words=words)
+
+
+def _other_corrections(after: bool) -> None:
+    """Rank 1 has others, before ``px.parallelize`` or after it."""
+    mesh, model = mesh_of(1), OfSpec("glm4_moe", dtype=torch.float32).model()
+    if after:
+        px.parallelize(model, mesh)
+    router = model.model.layers[1].mlp.gate
+    router.e_score_correction_bias += mesh.rank
+    if after:
+        px.check_replicas(model)
+    else:
+        px.parallelize(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"), [(False, "must be equal on all ranks"), (True, "differs between ranks")]
+)
+def test_corrections_that_differ_between_ranks_are_refused(after: bool, words: str) -> None:
+    words = f"model.layers.1.mlp.gate.e_score_correction_bias {words}"
+    pool(2).assert_raises(_other_corrections, after, error="DisagreementError", words=words)
 
 
 def _refused(what: str) -> None:

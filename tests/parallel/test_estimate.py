@@ -31,6 +31,7 @@ from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
 import parallel_ext as px
 from parallel_ext.io.stream import PlannedFile, TensorStream
 from parallel_ext.nn import grad_sync
+from parallel_ext.parallel.configuration import parameters_on_meta
 from parallel_ext.parallel.estimate import STATES, Planner, Step
 
 SCRIPT = Path(__file__).with_name("step_memory.py")
@@ -324,3 +325,12 @@ def test_optimizers_keep_what_those_of_torch_keep(name: str) -> None:
     step = Step(tokens=6, optimizer=name)
     estimate = Planner(CONFIGS["llama"]()).estimate(1, 1, 1, step)
     assert estimate.optimizer[0] == kept * estimate.gradients[0]
+
+
+def test_a_layer_of_experts_may_exceed_the_memory_of_this_host() -> None:
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 2**22}
+    with parameters_on_meta():  # as px.from_pretrained and the planner build
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 2**46
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    Planner(transformers.DeepseekV3Config(**sizes))
