@@ -1,4 +1,4 @@
-"""Qwen3.5: gated delta rules in most layers, gated attentions in the others."""
+"""Qwen3.5 and Qwen3-Next: gated delta rules in most layers, gated attentions in the others."""
 
 from dataclasses import replace
 
@@ -44,5 +44,13 @@ QWEN3_5_MOE_TEXT = replace(
         router_class="Qwen3_5MoeTopKRouter",
         route=_route,
         experts_class="Qwen3_5MoeExperts",
+    ),
+)
+QWEN3_NEXT = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_next",
+    delta_net=replace(QWEN3_5_TEXT.delta_net, joined=None, inputs=("in_proj_qkvz", "in_proj_ba")),
+    mixture=replace(
+        QWEN2_MOE.mixture, router_class="Qwen3NextTopKRouter", experts_class="Qwen3NextExperts"
     ),
 )

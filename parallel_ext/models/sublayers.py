@@ -152,11 +152,12 @@ class DeltaNetNames:
 
     Attributes:
         name: in the layer; its input is copied to the ranks, its heads are sharded.
-        joined: linear of the queries, keys and values of all heads, in this order.
-        inputs: further linears, whose output features belong to value heads in turn.
+        joined: linear of the queries, keys and values of all heads, in this order; None where
+            ``inputs`` have them too.
+        inputs: further linears, whose output features belong to heads in turn.
         output: sharded by input features.
-        convolution: of each feature of ``joined`` over the tokens. All ranks hold it whole, and use
-            its weights for their own heads, as they do with the next two.
+        convolution: of each feature of queries, keys and values over the tokens. All ranks hold it
+            whole, and use its weights for their own heads, as they do with the next two.
         norm: of single heads.
         of_heads: parameters of the module itself with a value for each value head.
         heads: attribute of the module, the number of its key heads.
@@ -164,7 +165,7 @@ class DeltaNetNames:
     """
 
     name: str
-    joined: str
+    joined: str | None
     inputs: tuple[str, ...]
     output: str
     convolution: str
@@ -175,7 +176,12 @@ class DeltaNetNames:
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
-        return (self.joined, *self.inputs, self.output, self.convolution, self.norm)
+        return (*self.linears, self.output, self.convolution, self.norm)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the names of the linears that read the input."""
+        return self.inputs if self.joined is None else (self.joined, *self.inputs)
 
     def attributes(self) -> tuple[str, ...]:
         """Return the names of the sublayer's attributes that are read or changed."""
@@ -191,18 +197,18 @@ class DeltaNetNames:
             raise ValueError(
                 f"{path} has {num_heads} key heads, fewer than tp={tp_size}; choose a smaller tp"
             )
-        ranges = split(num_heads, tp_size)
-
-        def of(features: int) -> tuple[Range, ...]:
-            return scaled(ranges, features // num_heads)
-
-        joined, output = f"{path}.{self.joined}.weight", f"{path}.{self.output}"
-        rows, values = shapes[joined][0], shapes[f"{output}.weight"][1]
-        keys = of((rows - values) // 2)
-        found = {joined: shard_parts(joined, shapes[joined], 0, (keys, keys, of(values)))}
+        heads, output = split(num_heads, tp_size), f"{path}.{self.output}"
+        values = shapes[f"{output}.weight"][1]
+        found = _shard_columns(output, shapes, scaled(heads, values // num_heads))
         for name in (f"{path}.{name}" for name in self.inputs):
-            found |= shard_rows(name, shapes, of(shapes[f"{name}.weight"][0]))
-        return found | _shard_columns(output, shapes, of(values))
+            rows = shapes[f"{name}.weight"][0]
+            found |= shard_rows(name, shapes, scaled(heads, rows // num_heads))
+        if self.joined is not None:
+            joined = f"{path}.{self.joined}.weight"
+            keys = (shapes[joined][0] - values) // 2
+            parts = tuple(scaled(heads, each // num_heads) for each in (keys, keys, values))
+            found[joined] = shard_parts(joined, shapes[joined], 0, parts)
+        return found
 
 
 @dataclass(frozen=True)

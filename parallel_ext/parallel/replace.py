@@ -32,7 +32,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout, split
+from parallel_ext.sharding.layout import ModelLayout, Range, TensorLayout, split
 from parallel_ext.sharding.slices import take
 
 
@@ -372,21 +372,30 @@ class Replacer:
     def delta_net(self, path: str, names: DeltaNetNames) -> None:
         """Replace the linears of a gated delta rule, and let it use the rest for own heads."""
         module = self.model.get_submodule(path)
-        for name in (names.joined, *names.inputs):
+        for name in names.linears:
             self._column(f"{path}.{name}")
         self._row(f"{path}.{names.output}")
-        self.watch(path, names.joined, *names.inputs, names.output)
+        self.watch(path, *names.linears, names.output)
         if self.mesh.tp_size == 1:
             return
-        joined = self.layout[f"{path}.{names.joined}.weight"].ranges(self.mesh.rank)
-        heads = getattr(module, names.heads)
+        heads, convolution = getattr(module, names.heads), module.get_submodule(names.convolution)
         first, last = split(heads, self.mesh.tp_size)[self.mesh.tp_rank]
-        values = len(getattr(module, names.of_heads[0])) // heads
-        for name, places in ((names.convolution, joined), (names.norm, ())):
-            used = UsedInParts(f"{path}.{name}", self.mesh.tp, places=places)
-            used.attach(module.get_submodule(name), self.partials, module)
-        used = UsedInParts(path, self.mesh.tp, places=[(first * values, last * values)])
-        used.attach(module, self.partials)
+
+        def own(features: int, before: int = 0) -> Range:
+            return before + first * features // heads, before + last * features // heads
+
+        values = self.layout[f"{path}.{names.output}.weight"].shape[1]
+        keys = (len(convolution.weight) - values) // 2
+        channels = [own(keys), own(keys, keys), own(values, 2 * keys)]
+        of_heads = [own(len(getattr(module, names.of_heads[0])))]
+        norm = module.get_submodule(names.norm)
+        for name, each, places in (
+            (f"{path}.{names.convolution}", convolution, channels),
+            (f"{path}.{names.norm}", norm, ()),
+            (path, module, of_heads),
+        ):
+            used = UsedInParts(name, self.mesh.tp, places=places)
+            used.attach(each, self.partials, module)
         for name in (names.heads, *names.widths):
             setattr(module, name, getattr(module, name) // heads * (last - first))
 

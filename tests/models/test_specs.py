@@ -119,6 +119,11 @@ KINDS = {
         **_EXPERTS,
         **{"num_experts": 5, "shared_expert_intermediate_size": 17},
     },
+    "qwen3_next": {
+        **_DELTA_NET,
+        **_EXPERTS,
+        **{"num_experts": 5, "shared_expert_intermediate_size": 17, "norm_topk_prob": True},
+    },
     "gpt_oss": {**_EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "sliding_window": 4},
     "glm4_moe_lite": {**_GROUPS, **_LOW_RANK, "q_lora_rank": None, "norm_topk_prob": False},
 }
@@ -222,7 +227,7 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if re.fullmatch("(Gemma|Qwen3_5).*RMSNorm", type(module).__name__):
+        if re.fullmatch("(Gemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)
         if type(module).__name__.endswith("LayerNorm") and type(module) is not nn.LayerNorm:
             module.forward = MethodType(_layer_norm, module)
