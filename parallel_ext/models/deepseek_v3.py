@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel_ext.models.llama import LLAMA, MLP, QWEN3
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
-from parallel_ext.models.sublayers import RegionNames
+from parallel_ext.models.sublayers import MixtureNames, RegionNames
 from parallel_ext.nn.routing import Choose, Product, highest
 
 
@@ -54,7 +54,7 @@ _MIXTURE = replace(
 )
 
 
-def _mixture(prefix: str) -> object:
+def _mixture(prefix: str) -> MixtureNames:
     return replace(_MIXTURE, router_class=f"{prefix}TopkRouter", experts_class=f"{prefix}Experts")
 
 
