@@ -83,7 +83,7 @@ def why_unserved(model_type: object, text_type: object = None) -> str:
     if isinstance(text_type, str) and text_type in SPECS:
         return (
             f"; it holds a decoder, {text_type!r}: load the model with transformers, and pass that "
-            "decoder to px.parallelize, as docs/models.md says of images"
+            "decoder, or its causal model, to px.parallelize, as docs/models.md says of images"
         )
     return "; px.register takes a spec of your own"
 

@@ -27,10 +27,12 @@ from interplay_accelerate import processes
 from launch import finished, run_forked
 from ranks import Raised, pool
 from reference import Tiny
+from reference_images import tiny_model
 from torch.utils.data import DataLoader, DistributedSampler
 from versions import needs_trainer
 
 import parallel_ext as px
+from parallel_ext.parallel.state import is_parallel
 
 SCRIPT = """
 import os
@@ -1044,3 +1046,26 @@ def test_options_of_the_configuration_count(directory: str, cls: Any) -> None:
     assert [each.self_attn.attention_dropout for each in model.model.layers] == [0.25]
     assert model.config._attn_implementation == "eager"
     assert isinstance(model, _Own) == (cls is _Own)
+
+
+def _step_of_the_text_model(source: str, tp: int | None) -> tuple[str, list[float]]:
+    """The class that a script gets out of files with images, and its losses."""
+    with _patched(tp):
+        model = transformers.AutoModelForCausalLM.from_pretrained(source).train()
+        ids, losses = torch.arange(3, 21).view(2, 9), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert is_parallel(model) == (tp is not None)
+        return type(model).__name__, torch.stack(losses).tolist()
+
+
+def test_the_text_model_in_files_with_images_is_loaded(tmp_path: Path) -> None:
+    tiny_model("qwen3_5").float().save_pretrained(tmp_path)
+    expected = _step_of_the_text_model(str(tmp_path), None)
+    for name, losses in pool(2).run(_step_of_the_text_model, str(tmp_path), 2):
+        assert name == expected[0]
+        assert losses == pytest.approx(expected[1], rel=1e-5)
