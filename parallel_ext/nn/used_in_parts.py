@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ class UsedInParts:
         places: Sequence[Range] = (),
     ) -> None:
         self.path, self.group, self.in_parts, self.places = path, group, in_parts, places
+        self._module: nn.Module | None = None  # where another one's forward reads its parameters
 
     def attach(
         self, module: nn.Module, partials: PartialGradients, user: nn.Module | None = None
@@ -50,18 +50,20 @@ class UsedInParts:
 
         ``user`` is the module whose forward reads its parameters; ``module`` itself by default.
         """
-        user = user or module
-        user.register_forward_pre_hook(partial(self._before, module))
-        user.register_forward_hook(partial(self._after, module), always_call=True)
+        if user is not None:
+            self._module = module
+        (user or module).register_forward_pre_hook(self._before)
+        (user or module).register_forward_hook(self._after, always_call=True)
         module.used_in_parts, module.partials = self, partials
 
     def names(self, module: nn.Module) -> list[str]:
         """Return the logical names of the parameters of ``module``."""
         return [f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)]
 
-    def _before(self, module: nn.Module, *_: Any) -> None:
+    def _before(self, user: nn.Module, args: Any) -> None:
         if self.in_parts is not None and not self.in_parts():
             return
+        module = self._module or user
         for attribute, own in module.named_parameters(recurse=False):
             name = f"{self.path}.{attribute}"  # what stands in the instance is found before it
             used = for_use(own, name, self.group, module.partials)
@@ -69,6 +71,7 @@ class UsedInParts:
                 used = torch.cat([used[first:last] for first, last in self.places])
             vars(module)[attribute] = used
 
-    def _after(self, module: nn.Module, *_: Any) -> None:
+    def _after(self, user: nn.Module, *_: Any) -> None:
+        module = self._module or user
         for attribute, _ in module.named_parameters(recurse=False):
             vars(module).pop(attribute, None)
