@@ -866,7 +866,7 @@ def test_different_options_on_the_ranks_are_refused(good: Path, folder: Path) ->
         _load_with_own_vocabulary,
         str(folder),
         error="DisagreementError",
-        words="config.vocab_size must be equal on all ranks, but is 101 on rank 0 and 128 on rank 1",
+        words="config.vocab_size must be equal on all ranks, but is 101 on rank 0 and 128 on",
     )
 
 
