@@ -206,6 +206,8 @@ def _is_built_by_us(cls: type) -> bool:
 
 def _is_in_larger_files(cls: type, source: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether files hold the model beside others, as Qwen3.5's do, which have images too."""
+    if not isinstance(source, (str, os.PathLike)) or kwargs.get("gguf_file"):
+        return False  # which from_pretrained refuses
     hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
     content, _ = transformers.PreTrainedConfig.get_config_dict(source, **hub)
     text = content.get("text_config")
