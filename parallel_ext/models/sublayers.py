@@ -120,8 +120,8 @@ class AttentionNames:
         if self.is_joined:
             if norms or self.of_heads or self.gated:
                 raise ValueError(
-                    f"{path}: norms over all heads, gates and parameters of heads are not served "
-                    "where one linear joins query, key and value"
+                    f"{', '.join(norms) or path}: norms over all heads, gates and parameters of "
+                    "heads are not served where one linear joins query, key and value"
                 )
             if len(set(key_value)) < len(key_value):
                 raise ValueError(

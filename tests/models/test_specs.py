@@ -512,15 +512,16 @@ def test_norms_of_heads_of_a_joined_attention_have_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "what"),
     [
-        {"query_norm": "q_norm", "key_norm": "k_norm", "norm_class": "Phi3RMSNorm"},
-        {"gated": True, "head_norms": ("q_norm", "k_norm")},
+        ({"query_norm": "q_norm", "key_norm": "k_norm"}, "self_attn.q_norm.weight.*"),
+        ({"gated": True, "head_norms": ("q_norm", "k_norm")}, "self_attn"),
     ],
     ids=["norms over all heads", "gates"],
 )
-def test_what_a_joined_attention_cannot_have_is_refused(names: dict[str, Any]) -> None:
-    words = "norms over all heads, gates and parameters of heads are not served where one linear"
+def test_what_a_joined_attention_cannot_have_is_refused(names: dict[str, Any], what: str) -> None:
+    words = f"{what}: norms over all heads, gates and parameters of heads are not served where one"
+    names = {"norm_class": "Phi3RMSNorm", **names}
     with _phi3(torch.float32, **names) as model, pytest.raises(ValueError, match=words):
         px.parallelize(model, px.init_mesh())
 
