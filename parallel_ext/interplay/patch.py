@@ -166,8 +166,8 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
             "peft.PeftModel.from_pretrained(model, directory)"
         )
     joining.arrive(f"{cls.__name__}.from_pretrained")
-    # Which know what they read themselves.
-    if not _is_built_by_us(cls) or _is_in_larger_files(cls, source, kwargs):
+    # Such a class knows itself what it reads.
+    if not _is_built_by_us(cls):
         return parallelize(plain(cls, source, *args, **kwargs), patched.mesh)
     if cls.config_class.model_type not in served():
         raise NotImplementedError(
@@ -202,16 +202,6 @@ def _configuration(
 def _is_built_by_us(cls: type) -> bool:
     """Return whether ``px.from_pretrained`` builds just this class."""
     return cls.__module__.startswith(("transformers.", "parallel_ext."))
-
-
-def _is_in_larger_files(cls: type, source: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether files hold the model beside others, as Qwen3.5's do, which have images too."""
-    if not isinstance(source, (str, os.PathLike)) or kwargs.get("gguf_file"):
-        return False  # which from_pretrained refuses
-    hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
-    content, _ = transformers.PreTrainedConfig.get_config_dict(source, **hub)
-    text = content.get("text_config")
-    return isinstance(text, dict) and text.get("model_type") == cls.config_class.model_type
 
 
 def _start_sampler(

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -266,6 +267,19 @@ class HFDirectory:
                     "--filled-padding` removes these rows"
                 )
         self.shapes.update(longer)
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Give the tensors other names, but for one whose new name another has."""
+        old = self.shapes.keys()
+        names = {name: name if new(name) in old else new(name) for name in old}
+
+        def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+            return {names[name]: value for name, value in tensors.items()}
+
+        for file in self._files:
+            file.tensors = renamed(file.tensors)
+        self.shapes, self.dtypes = renamed(self.shapes), renamed(self.dtypes)
+        self.file_of = renamed(self.file_of)
 
     def drop_unused(self, patterns: Iterable[str], used: Container[str]) -> list[str]:
         """Leave out, and return, the tensors that match a pattern and are not ``used``."""

@@ -24,7 +24,7 @@ from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, r
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
-from parallel_ext.models import SPECS
+from parallel_ext.models import SPECS, ModelSpec, spec_of_text
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.plan import layout_of
 from parallel_ext.parallel.validate import spec_for
@@ -58,7 +58,12 @@ class Merged:
 
 
 class _Adapter:
-    """An open adapter: by name of a tensor of the model, what it changes of it."""
+    """An open adapter: by name of a tensor of the model, what it changes of it.
+
+    Attributes:
+        of_text: spec of the text model that was adapted alone, if the files that it is merged into
+            are of a model with images; else None.
+    """
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
         try:
@@ -67,6 +72,7 @@ class _Adapter:
         except (NotImplementedError, ValueError, TypeError) as error:
             raise CheckpointError(str(error)) from error
         self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
+        self.of_text: ModelSpec | None = None
         self.factors: dict[str, dict[str, str]] = {}
         self.experts: dict[str, tuple[Part, int, dict[str, str]]] = {}
         self.changed = ChainMap[str, Any](self.factors, self.experts)  # by name, what gets a sum
@@ -81,6 +87,16 @@ class _Adapter:
                     break
             else:
                 self.whole[inner.replace(".base_layer.", ".")] = name
+
+    def find_text_model(self, model: HFDirectory) -> None:
+        """Find out whether the files are of a model with images, and the adapter of its text."""
+        text, own = spec_of_text(model.config), {*self.changed, *self.whole}
+        if text is not None and own.isdisjoint(model.shapes):
+            self.of_text = text
+
+    def named(self, in_files: str) -> str:
+        """Return the name that a tensor has in the model that was adapted."""
+        return in_files if self.of_text is None else self.of_text.from_image_files(in_files)
 
     def find_experts(self, layout: ModelLayout) -> None:
         """Find the tensors in files of the experts that factors belong to.
@@ -175,7 +191,7 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
 
     Args:
         adapter: folder of a LoRA adapter as PEFT saves it.
-        base: folder of the model that it was trained on.
+        base: folder of the model that it was trained on, or of the one with images around it.
         out: folder that is made.
         progress: called with the bytes of each piece that was written.
 
@@ -204,10 +220,15 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     """Raise unless all that an adapter changes is in the model, and can be changed."""
     if "quantization_config" in model.config:
         raise CheckpointError(f"{model.path} is quantized; merge into the model that it was before")
-    if own.factors.keys() - model.shapes.keys() and model.config.get("model_type") in SPECS:
+    own.find_text_model(model)
+    config, shapes = model.config, {own.named(name): each for name, each in model.shapes.items()}
+    dtypes = {own.named(name): each for name, each in model.dtypes.items()}
+    if own.of_text is not None:
+        config = config["text_config"] | config
+    if own.factors.keys() - shapes.keys() and (own.of_text or config.get("model_type") in SPECS):
         plain = build_on_meta(model, configurations(model, None)[0], None)
         own.find_experts(layout_of(plain, spec_for(plain), tp_size=1))
-    missing = sorted({*own.changed, *own.whole} - model.shapes.keys())
+    missing = sorted({*own.changed, *own.whole} - shapes.keys())
     if missing:
         raise CheckpointError(
             f"{own.file.path}: {model.path} has no {first_few(missing)}, which the adapter "
@@ -215,13 +236,13 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
         )
     for name, there in own.whole.items():
         shape = own.file.tensors[there].shape
-        if shape != model.shapes[name]:
+        if shape != shapes[name]:
             raise CheckpointError(
-                f"{own.file.path}: {name} is of shape {shape} there, but {model.shapes[name]} in "
+                f"{own.file.path}: {name} is of shape {shape} there, but {shapes[name]} in "
                 f"{model.path}: the vocabulary was resized; merge with PEFT"
             )
         trained = name.rpartition(".")[0].endswith(tuple(own.config.modules_to_save or ()))
-        if trained and shape[0] == model.config.get("vocab_size") and _ties(model):
+        if trained and shape[0] == config.get("vocab_size") and _ties(model):
             raise CheckpointError(
                 f"{own.file.path}: {name} was trained whole, but {model.path} has one tensor for "
                 "embedding and head, and would have both changed; untie them first"
@@ -232,9 +253,9 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"{own.file.path}: {model.path} has one tensor for embedding and head, and merging "
                 f"into {name} would change both; untie them first"
             )
-        own.rows_added(name, model.shapes[name], torch.float32)
-        if not model.dtypes[name].is_floating_point:
-            raise CheckpointError(f"{model.path}: {name} is of {model.dtypes[name]}, not floating")
+        own.rows_added(name, shapes[name], torch.float32)
+        if not dtypes[name].is_floating_point:
+            raise CheckpointError(f"{model.path}: {name} is of {dtypes[name]}, not floating")
 
 
 def _ties(model: HFDirectory) -> bool:
@@ -247,9 +268,10 @@ def _ties(model: HFDirectory) -> bool:
 
 def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[torch.Tensor]:
     """Compute the rows of a tensor, some at a time."""
-    there, name = (own.file, own.whole[spec.name]) if spec.name in own.whole else (file, spec.name)
+    named = own.named(spec.name)
+    there, name = (own.file, own.whole[named]) if named in own.whole else (file, spec.name)
     wide = torch.promote_types(spec.dtype, torch.float32)
-    added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.changed else None
+    added = own.rows_added(named, spec.shape, wide) if named in own.changed else None
     start = 0
     for rows in rows_of(there, name, spec.shape):
         if added is not None:

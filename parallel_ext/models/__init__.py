@@ -75,6 +75,13 @@ def own_model_type(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def spec_of_text(config: Mapping[str, Any]) -> ModelSpec | None:
+    """Return the spec of the decoder of text in the configuration of a model with images."""
+    text = config.get("text_config")
+    model_type = text.get("model_type") if isinstance(text, dict) else None
+    return SPECS.get(model_type) if isinstance(model_type, str) else None
+
+
 def why_unserved(model_type: object, text_type: object = None) -> str:
     """Return what to do about a ``model_type`` without a spec, for errors.
 

@@ -35,6 +35,7 @@ QWEN3_5_TEXT = replace(
         heads="num_k_heads",
         widths=("num_v_heads", "key_dim", "value_dim"),
     ),
+    in_image_files="model.language_model",
 )
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
@@ -49,6 +50,7 @@ QWEN3_5_MOE_TEXT = replace(
 QWEN3_NEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_next",
+    in_image_files=None,
     delta_net=replace(QWEN3_5_TEXT.delta_net, joined=None, inputs=("in_proj_qkvz", "in_proj_ba")),
     mixture=replace(
         QWEN2_MOE.mixture, router_class="Qwen3NextTopKRouter", experts_class="Qwen3NextExperts"

@@ -59,6 +59,8 @@ class ModelSpec:
         scaled_embedding: class of an embedding that multiplies the rows that it looks up by its
             buffer ``embed_scale``, whose value is ``scalar_embed_scale`` as well; None where the
             embedding is a plain ``nn.Embedding``.
+        in_image_files: path of the decoder in files of a model with images, of which transformers'
+            causal class loads the text model alone; None where it loads none.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class ModelSpec:
     logits_divisor: str | None = None
     logits_softcap: str | None = None
     scaled_embedding: str | None = None
+    in_image_files: str | None = None
 
     def check(self) -> None:
         """Raise unless the fields have values of their types, and something is sharded.
@@ -96,7 +99,7 @@ class ModelSpec:
             "mixture": (MixtureNames, NoneType),
             **dict.fromkeys(("regions", "shared", "towers"), tuple),
             **dict.fromkeys(("skips", "images", "scaled_embedding"), (str, NoneType)),
-            **dict.fromkeys(_OF_LOGITS, (str, NoneType)),
+            **dict.fromkeys(("in_image_files", *_OF_LOGITS), (str, NoneType)),
             "unadapted": Mapping,
             "changes_logits": bool,
         }
@@ -134,6 +137,11 @@ class ModelSpec:
     def in_decoder(self) -> str:
         """Return how the paths of what is in the decoder begin."""
         return f"{self.decoder}." if self.decoder else ""
+
+    def from_image_files(self, name: str) -> str:
+        """Return the name in the text model of a tensor in files of a model with images."""
+        prefix = f"{self.in_image_files}."
+        return self.in_decoder + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     @property
     def vocabulary(self) -> list[str]:

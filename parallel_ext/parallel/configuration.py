@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.models import OWN, SPECS, own_model_type, why_unserved
+from parallel_ext.models import OWN, SPECS, own_model_type, spec_of_text, why_unserved
 from parallel_ext.models._transformers_private import forget_attention, take_for_unchanged
 from parallel_ext.parallel.extending import called_by_this_package
 
@@ -70,7 +70,7 @@ def configurations(
     The attention that the file asks for does not count: only the caller chooses code.
 
     Args:
-        directory: of a model that has a spec.
+        directory: of a model that has a spec, or that holds its files beside those for images.
         vocab_size: the true size of the vocabulary; None for that of the file.
         wants_own_code: whether a model with code beside its files is to be made by it.
         given: the caller's own, of the same class, in place of the file's.
@@ -84,10 +84,10 @@ def configurations(
     own = own_model_type(content)
     for problem in _problems(content, len(directory.shapes)):
         raise CheckpointError(f"{path}: {problem}")
-    model_type = own or content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in SPECS:
-        text = content.get("text_config")
-        why = why_unserved(model_type, text.get("model_type") if isinstance(text, dict) else None)
+    model_type, text = own or content.get("model_type"), spec_of_text(content)
+    has_images = text is not None and text.in_image_files is not None
+    if not isinstance(model_type, str) or not (model_type in SPECS or has_images):
+        why = why_unserved(model_type, text and text.model_type)
         if "auto_map" in content:
             why = "; custom code that comes with files is not run"
         raise CheckpointError(
@@ -101,6 +101,9 @@ def configurations(
     try:
         kind = transformers.CONFIG_MAPPING[model_type]
         config = kind.from_dict(_without(content, _IMPLEMENTATIONS))
+        if has_images:
+            dtype, config = config.dtype, config.get_text_config()
+            config.dtype = config.dtype or dtype
     except Exception as error:
         raise CheckpointError(_refusal(path, content, error)) from error
     if given is not None:

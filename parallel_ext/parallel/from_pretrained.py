@@ -167,6 +167,7 @@ def _check(
 ) -> None:
     """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
     state = state_of(model)
+    directory.rename(state.spec.from_image_files)
     if may_have_fewer_layers:
         number = len(model.get_submodule(state.spec.layers))
         in_files = directory.drop_layers(state.spec.layers, number)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from ranks import pool
 from reference import Tiny
+from reference_images import tiny_model
 from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from safetensors.torch import load_file, save_file
 
@@ -91,6 +92,27 @@ def test_the_merged_model_is_that_of_peft(
         torch.testing.assert_close(value, expected[name], **tolerance)
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == tiny.dtype
+
+
+def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(tmp_path: Path) -> None:
+    base, adapter, out = (tmp_path / each for each in ("base", "adapter", "out"))
+    tiny_model("qwen3_5").float().save_pretrained(base)
+    text = transformers.AutoModelForCausalLM.from_pretrained(base)
+    changes: dict[str, Any] = {
+        "target_modules": [*LINEARS, "in_proj_z"],
+        "alpha_pattern": {"^model.layers.0.mlp.down_proj": 3},  # the text model's own path
+        "modules_to_save": ["norm"],
+    }
+    expected = _trained(text, adapter, **changes).merge_and_unload().state_dict()
+    merged_files.merge_files(adapter, base, out)
+    found, plain = _tensors(out), _tensors(base)
+    assert found.keys() == plain.keys()
+    for name, value in found.items():
+        in_text = name.replace("model.language_model.", "model.")
+        torch.testing.assert_close(value, expected.get(in_text, plain[name]))
+    assert sum(not torch.equal(found[n], plain[n]) for n in plain) > 8
+    read = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.allclose(read[name], each) for name, each in expected.items())
 
 
 def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

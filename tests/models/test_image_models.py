@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from ranks import pool
 from reference import difference, refusal
 from reference_images import DECODERS, decoder_of, image_batch, tiny_model
@@ -144,6 +145,30 @@ def _files(folder: str, kind: str) -> float:
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
 def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
+
+
+def _text_alone(folder: str) -> tuple[str, float, float, bool]:
+    """Class, logits and files of the text model in files with images, and what a rank holds."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ours = px.from_pretrained(folder, px.init_mesh(tp=2))
+    batch = {"input_ids": torch.arange(3, 21).view(2, 9)}
+    worst = (ours(**batch).logits - plain(**batch).logits).abs().max().item()
+    ours.save_pretrained(f"{folder}/text")
+    read = type(plain).from_pretrained(f"{folder}/text", dtype=torch.float64).state_dict()
+    of_files = max(
+        (read[name] - each).abs().max().item() for name, each in plain.state_dict().items()
+    )
+    held, whole = (sum(p.numel() for p in each.parameters()) for each in (ours, plain))
+    return type(ours).__name__, worst, of_files, held < 0.6 * whole
+
+
+def test_the_text_model_alone_is_read_out_of_files_with_images(tmp_path: Path) -> None:
+    tiny_model("qwen3_5").save_pretrained(tmp_path)
+    for name, worst, of_files, is_part in pool(2).run(_text_alone, str(tmp_path)):
+        assert name == "Qwen3_5ForCausalLM"
+        assert worst <= 1e-6  # the delta rule is computed in fp32
+        assert of_files == 0.0
+        assert is_part
 
 
 def _generated(kind: str, layout: Layout) -> bool:
