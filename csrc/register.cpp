@@ -139,6 +139,8 @@ TORCH_LIBRARY(parallel_ext, library) {
   def("block_scale_backward(Tensor grad_output, Tensor input, Tensor weight, int[] blocks, "
       "int num_blocks, bool[2] needed, int group_size, str group_name) -> (Tensor, Tensor)");
   def("sum_leaves(Tensor[] values, int[] nodes, ScalarType dtype) -> Tensor");
+  def("fixed_sigmoid(Tensor input) -> Tensor");
+  def("fixed_sigmoid_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("fixed_silu(Tensor input) -> Tensor");
   def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("fixed_gelu(Tensor input) -> Tensor");

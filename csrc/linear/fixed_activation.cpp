@@ -22,10 +22,28 @@ namespace {
 constexpr int64_t kLanes = 256;  // gcc unrolls loops over a few, and makes no vectors of bf16
 constexpr int64_t kPerTask = 1 << 14;
 
-// Each activation is x * sigmoid(inner(x)), and `slope` the derivative of `inner`; of numbers and
-// of tensors.
+// Each activation is `value` of x and of s = sigmoid(inner(x)), and `slope` its derivative by x; of
+// numbers and of tensors.
 template <typename T>
 using NumberOf = std::conditional_t<std::is_same_v<T, at::Tensor>, double, T>;
+
+struct Sigmoid {
+  static constexpr const char* kOp = "fixed_sigmoid";
+  static constexpr const char* kBackward = "fixed_sigmoid_backward";
+
+  template <typename T>
+  static PARALLEL_EXT_INLINE T inner(T x) {
+    return x;
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE T value(T, T s) {
+    return s;
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE T slope(T, T s) {
+    return s * (1 - s);
+  }
+};
 
 struct Silu {
   static constexpr const char* kOp = "fixed_silu";
@@ -36,8 +54,12 @@ struct Silu {
     return x;
   }
   template <typename T>
-  static PARALLEL_EXT_INLINE NumberOf<T> slope(const T&) {
-    return 1;
+  static PARALLEL_EXT_INLINE T value(T x, T s) {
+    return x * s;
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE T slope(T x, T s) {
+    return s + x * s * (1 - s);
   }
 };
 
@@ -53,8 +75,13 @@ struct Gelu {
     return NumberOf<T>(kTwice) * (x + NumberOf<T>(kCubic) * x * x * x);
   }
   template <typename T>
-  static PARALLEL_EXT_INLINE T slope(const T& x) {
-    return NumberOf<T>(kTwice) * (1 + NumberOf<T>(3 * kCubic) * x * x);
+  static PARALLEL_EXT_INLINE T value(T x, T s) {
+    return x * s;
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE T slope(T x, T s) {
+    const T of_inner = NumberOf<T>(kTwice) * (1 + NumberOf<T>(3 * kCubic) * x * x);
+    return s + x * s * (1 - s) * of_inner;
   }
 };
 
@@ -71,7 +98,9 @@ struct Gelu {
       scalar_t* to = left < kLanes ? last_out : out + start;                                   \
       wide_t x[kLanes];                                                                        \
       for (int64_t j = 0; j < kLanes; ++j) x[j] = widen(from[j]);                              \
-      for (int64_t j = 0; j < kLanes; ++j) x[j] *= sigmoid(Kind::inner(x[j]));                 \
+      for (int64_t j = 0; j < kLanes; ++j) {                                                   \
+        x[j] = Kind::value(x[j], sigmoid(Kind::inner(x[j])));                                  \
+      }                                                                                        \
       for (int64_t j = 0; j < kLanes; ++j) store(x[j], to + j);                                \
       if (left < kLanes) std::copy_n(last_out, left, out + start);                             \
     }                                                                                          \
@@ -92,14 +121,17 @@ struct Gelu {
       for (int64_t j = 0; j < kLanes; ++j) x[j] = widen(from[j]);                              \
       for (int64_t j = 0; j < kLanes; ++j) y[j] = widen(from_grad[j]);                         \
       for (int64_t j = 0; j < kLanes; ++j) {                                                   \
-        const wide_t s = sigmoid(Kind::inner(x[j]));                                           \
-        y[j] *= s + x[j] * s * (1 - s) * Kind::slope(x[j]);                                    \
+        y[j] *= Kind::slope(x[j], sigmoid(Kind::inner(x[j])));                                 \
       }                                                                                        \
       for (int64_t j = 0; j < kLanes; ++j) store(y[j], to + j);                                \
       if (left < kLanes) std::copy_n(last_out, left, out + start);                             \
     }                                                                                          \
   }
 
+PARALLEL_EXT_ACTIVATION_LOOPS(Sigmoid, float, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Sigmoid, c10::BFloat16, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Sigmoid, c10::Half, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Sigmoid, double, double)
 PARALLEL_EXT_ACTIVATION_LOOPS(Silu, float, float)
 PARALLEL_EXT_ACTIVATION_LOOPS(Silu, c10::BFloat16, float)
 PARALLEL_EXT_ACTIVATION_LOOPS(Silu, c10::Half, float)
@@ -120,7 +152,7 @@ at::Tensor activated(const at::Tensor& input_in) {
   check_floating(Kind::kOp, "input", input_in);
   if (!use_cpu_loops(input_in)) {
     const at::Tensor x = input_in.to(wide_type(input_in));
-    return (x * at::sigmoid(Kind::inner(x))).to(input_in.scalar_type());
+    return Kind::value(x, at::sigmoid(Kind::inner(x))).to(input_in.scalar_type());
   }
   const at::Tensor input = input_in.contiguous();
   at::Tensor output = pooled_empty(input.sizes(), input.options());
@@ -141,9 +173,7 @@ at::Tensor gradient(const at::Tensor& grad_in, const at::Tensor& input_in) {
   if (!use_cpu_loops(input_in)) {
     const auto wide = wide_type(input_in);
     const at::Tensor x = input_in.to(wide), s = at::sigmoid(Kind::inner(x));
-    at::Tensor curved = x * s * (1 - s);
-    if constexpr (std::is_same_v<decltype(Kind::slope(x)), at::Tensor>) curved *= Kind::slope(x);
-    return (grad_in.to(wide) * (s + curved)).to(input_in.scalar_type());
+    return (grad_in.to(wide) * Kind::slope(x, s)).to(input_in.scalar_type());
   }
   const at::Tensor grad = grad_in.contiguous(), input = input_in.contiguous();
   at::Tensor output = pooled_empty(input.sizes(), input.options());
@@ -158,6 +188,13 @@ at::Tensor gradient(const at::Tensor& grad_in, const at::Tensor& input_in) {
       });
   return output;
 }
+
+struct FixedSigmoid : Gradient<FixedSigmoid, fixed_sigmoid, Saved<0>> {
+  static variable_list rule(const ForwardCall<fixed_sigmoid>& forward, const variable_list& grads) {
+    const auto [input] = forward.arguments();
+    return forward.gradients(fixed_sigmoid_backward(grads[0], input));
+  }
+};
 
 struct FixedSilu : Gradient<FixedSilu, fixed_silu, Saved<0>> {
   static variable_list rule(const ForwardCall<fixed_silu>& forward, const variable_list& grads) {
@@ -176,6 +213,11 @@ struct FixedGelu : Gradient<FixedGelu, fixed_gelu, Saved<0>> {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<fixed_sigmoid>(library)
+      .kernel<activated<Sigmoid>>()
+      .meta<same_shape_meta>()
+      .gradient<FixedSigmoid>();
+  implement<fixed_sigmoid_backward>(library).kernel<gradient<Sigmoid>>().meta<same_shape_meta>();
   implement<fixed_silu>(library)
       .kernel<activated<Silu>>()
       .meta<same_shape_meta>()

@@ -152,6 +152,10 @@ PARALLEL_EXT_OP(block_scale_backward,
 // --- fixed_activation.cpp: in fp32 or wider, rounded once; the bits of an element depend on
 // nothing but that element ---
 
+PARALLEL_EXT_OP(fixed_sigmoid, at::Tensor(const at::Tensor& input));
+PARALLEL_EXT_OP(fixed_sigmoid_backward,
+                at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
+
 // input * sigmoid(input).
 PARALLEL_EXT_OP(fixed_silu, at::Tensor(const at::Tensor& input));
 PARALLEL_EXT_OP(fixed_silu_backward,

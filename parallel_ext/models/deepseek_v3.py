@@ -32,7 +32,7 @@ def _route(
     """
     hidden = hidden_states.reshape(-1, router.hidden_dim)
     logits = product(hidden.float(), router.weight.float())
-    scores = logits.sigmoid()
+    scores = choose.sigmoid(logits)
     corrected = (scores + router.e_score_correction_bias).detach()
     grouped = corrected.unflatten(1, (router.num_group, -1))
     of_groups = grouped.topk(2, dim=-1)[0].sum(-1)
@@ -50,7 +50,6 @@ _MIXTURE = replace(
     num_experts="num_local_experts",
     shared=replace(MLP, name="shared_experts"),
     balances=False,
-    by_softmax=False,
 )
 
 

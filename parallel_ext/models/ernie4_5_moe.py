@@ -35,7 +35,7 @@ ERNIE4_5_MOE = replace(
         experts_class="Ernie4_5_MoeExperts",
         shared=replace(MLP, name="shared_experts"),
         shared_gate=None,
-        by_softmax=False,
+        fixed_bits=False,
         others_in_files={
             "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"
         },

@@ -36,6 +36,6 @@ GPT_OSS = replace(
         down_in_files=None,
         jitter=None,
         block_jitter=None,
-        by_softmax=False,
+        fixed_bits=False,
     ),
 )

@@ -45,9 +45,12 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
     ``names`` are those of the model's parameters.
     """
     attention, mlp = spec.attention, spec.mlp
+    low_ranks = any(each.in_parts for each in spec.regions)
     missing = {
         "no output head": spec.head is None,
+        "an attention through low ranks": low_ranks,
         "sublayers beside the decoder layers": bool(spec.regions)
+        and not low_ranks
         and spec.model_type not in _SERVED_WITH_REGIONS,
         "published code": any(each.forward for each in spec.regions),
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
@@ -55,8 +58,9 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         "a gated delta rule": spec.delta_net is not None,
         "sinks or gates of heads": attention is not None
         and bool(attention.of_heads or attention.gated),
-        "experts chosen by other scores than a softmax": spec.mixture is not None
-        and not spec.mixture.by_softmax,
+        "experts chosen by a corrected softmax, or by one of the chosen alone": (
+            spec.mixture is not None and not spec.mixture.fixed_bits
+        ),
         "norms over all heads that round before their weight": attention is not None
         and attention.norm_rounds_first,
         "a bias of the output head": f"{spec.head}.bias" in names,

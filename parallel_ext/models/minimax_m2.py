@@ -25,7 +25,7 @@ def _route(
     """
     hidden = hidden_states.reshape(-1, router.hidden_dim)
     logits = product(hidden.to(router.weight.dtype), router.weight)
-    scores = logits.float().sigmoid()
+    scores = choose.sigmoid(logits.float())
     expert_ids = choose.best(scores + correction, router.top_k)
     weights = scores.gather(1, expert_ids)
     return logits, weights / weights.sum(dim=-1, keepdim=True), expert_ids
@@ -40,7 +40,6 @@ MINIMAX_M2 = replace(
         router_class="MiniMaxM2TopKRouter",
         route=_route,
         experts_class="MiniMaxM2Experts",
-        by_softmax=False,
         others_in_files={_CORRECTION: _CORRECTION},
     ),
 )

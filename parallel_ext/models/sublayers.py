@@ -304,7 +304,8 @@ class MixtureNames:
         block_jitter: attribute of the module, the same.
         balances: whether the class adds a load balancing loss where ``output_router_logits`` asks
             for it.
-        by_softmax: whether ``route`` chooses by a softmax alone; px.Invariant serves no other.
+        fixed_bits: whether ``route`` computes with ops that have the same bits on any layout, and
+            those that ``choose`` brings; px.Invariant serves no other.
         shared: in the sublayer, an expert of all tokens, sharded over the tp ranks as an MLP. None
             where there is none. A model may lack it, by its configuration.
         shared_gate: in the sublayer, the linear whose output it is multiplied by; replicated.
@@ -326,7 +327,7 @@ class MixtureNames:
     jitter: str | None = None
     block_jitter: str | None = None
     balances: bool = True
-    by_softmax: bool = True
+    fixed_bits: bool = True
     others_in_files: Mapping[str, str] = field(default_factory=dict)
     shared: RegionNames | None = None
     shared_gate: str | None = None

@@ -297,11 +297,12 @@ class BlockHeadNorm(nn.Module):
         eps: added to the mean of the squares.
         blocks: of the heads.
         group: the tensor-parallel group.
+        transposed: whether the heads come as [..., heads, tokens, head_dim].
         of_gemma: whether heads are multiplied by 1 + weight, and then rounded; else they are
             rounded before.
 
-    Called with this rank's heads [..., heads, head_dim], of Gemma [..., heads, tokens, head_dim],
-    it returns them normalised, in the same dtype; computed in fp32, or in fp64 for fp64.
+    Called with this rank's heads [..., heads, head_dim], or transposed, it returns them normalised,
+    in the same dtype; computed in fp32, or in fp64 for fp64.
     """
 
     def __init__(
@@ -310,22 +311,28 @@ class BlockHeadNorm(nn.Module):
         eps: float,
         blocks: Blocks,
         group: Group,
+        *,
+        transposed: bool = False,
         of_gemma: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.eps, self.blocks, self.group = weight, eps, blocks, group
-        self.of_gemma = of_gemma
+        self.transposed, self.of_gemma = transposed, of_gemma
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        if self.transposed:
+            return self._scaled(input.transpose(-2, -3)).transpose(-2, -3)
+        return self._scaled(input)
+
+    def _scaled(self, heads: torch.Tensor) -> torch.Tensor:
+        wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
         normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.of_gemma:
-            heads, weight = normalized.transpose(-2, -3), 1.0 + self.weight.to(wide.dtype)
-            scaled = ops.block_scale(heads, weight, self.blocks, self.group)
-            return scaled.to(input.dtype).transpose(-2, -3)
-        dtype = torch.promote_types(input.dtype, self.weight.dtype)
-        heads, weight = normalized.to(input.dtype).to(dtype), self.weight.to(dtype)
-        return ops.block_scale(heads, weight, self.blocks, self.group)
+            weight = 1.0 + self.weight.to(wide.dtype)
+            return ops.block_scale(normalized, weight, self.blocks, self.group).to(heads.dtype)
+        dtype = torch.promote_types(heads.dtype, self.weight.dtype)
+        rounded, weight = normalized.to(heads.dtype).to(dtype), self.weight.to(dtype)
+        return ops.block_scale(rounded, weight, self.blocks, self.group)
 
 
 class BlockNorm(ShardedModule):

@@ -14,6 +14,9 @@ from parallel_ext.ops import ExchangePlan, moe_router
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input [..., K], weight [F, K]) -> [..., F], as ``nn.functional.linear``."""
 
+Sigmoid = Callable[[torch.Tensor], torch.Tensor]
+"""Logits -> their sigmoids, as ``torch.sigmoid``."""
+
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(router, hidden states [..., H], choose, product, what else the router is given) -> logits
 [T, E], weights and expert ids [T, top_k]; ``choose`` is a :class:`Choose`."""
@@ -25,8 +28,13 @@ Rule = Callable[..., torch.Tensor]
 class Choose(Protocol):
     """Chooses the experts of tokens: of equal scores the lower id, the same when recomputed.
 
-    A route calls one of the two, once.
+    A route calls ``by_softmax`` or ``best``, once.
+
+    Attributes:
+        sigmoid: of logits, for scores.
     """
+
+    sigmoid: Sigmoid
 
     def by_softmax(
         self, logits: torch.Tensor, top_k: int, normalized: bool
@@ -64,6 +72,7 @@ class Routing:
     Args:
         route: what the router's class computes, with choice and product left to its arguments.
         product: of the router's weight.
+        sigmoid: of its logits.
 
     Attributes:
         choice: that of the forward that is running, until its rows have a plan.
@@ -74,8 +83,13 @@ class Routing:
         own: says which tokens of all tp ranks a forward has; None where it has all.
     """
 
-    def __init__(self, route: Route, product: Product = nn.functional.linear) -> None:
-        self.route, self.product = route, product
+    def __init__(
+        self,
+        route: Route,
+        product: Product = nn.functional.linear,
+        sigmoid: Sigmoid = torch.sigmoid,
+    ) -> None:
+        self.route, self.product, self.sigmoid = route, product, sigmoid
         watch_checkpoints()
         self.choice: _Choice | None = None
         self.rule: Rule | None = None
@@ -84,7 +98,7 @@ class Routing:
         self.own: OfAllTokens | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
-        copy = Routing(self.route, self.product)
+        copy = Routing(self.route, self.product, self.sigmoid)
         copy.rule, copy.own = self.rule, self.own
         return copy
 

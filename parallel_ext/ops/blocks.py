@@ -187,6 +187,20 @@ def repeat_heads(input: torch.Tensor, head_dim: int, times: int) -> torch.Tensor
     return torch.ops.parallel_ext.repeat_heads(input, head_dim, times)
 
 
+def fixed_sigmoid(input: torch.Tensor) -> torch.Tensor:
+    """Compute ``sigmoid(input)`` with bits that depend on nothing but the element.
+
+    Args:
+        input: [...], floating point; computed in fp32 or wider and rounded once.
+
+    Example:
+        >>> fixed_sigmoid(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+    """
+    check_tensors("fixed_sigmoid", input=input)
+    return torch.ops.parallel_ext.fixed_sigmoid(input)
+
+
 def fixed_silu(input: torch.Tensor) -> torch.Tensor:
     """Compute ``input * sigmoid(input)`` with bits that depend on nothing but the element.
 

@@ -11,8 +11,13 @@ import torch
 import transformers.activations
 from torch import nn
 
+from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.invariant import attention_blocks, check_attention
+from parallel_ext.models.invariant import (
+    attention_blocks,
+    check_attention,
+    check_can_be_invariant,
+)
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.blocks import (
@@ -38,10 +43,14 @@ from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
 _ERF_GELU = (transformers.activations.GELUActivation,)
+# Torch's bits of an element depend on nothing else: one comparison, and one product.
+_SQUARED_RELU = (transformers.activations.ReLUSquaredActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
-# Classes of norms of heads -> whether it is Gemma's, which multiplies by 1 + weight in fp32.
-_HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
+# Classes of norms of heads: of [..., heads, head_dim], or of [..., heads, tokens, head_dim].
+_HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm")
+_TRANSPOSED_HEAD_NORMS = ("Gemma3RMSNorm", "Exaone4RMSNorm", "HunYuanDenseV1RMSNorm")
+_OF_GEMMA = "Gemma3RMSNorm"  # which multiplies by 1 + weight in fp32
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
@@ -49,6 +58,8 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
 
     ``leaves`` is the number of parts of a batch.
     """
+    names = {name: None for name, _ in model.named_parameters(remove_duplicate=False)}
+    check_can_be_invariant(spec, names)
     if mesh.dp_size > leaves:
         raise ValueError(
             f"px.Invariant(leaves={leaves}) divides a batch into fewer parts than dp="
@@ -66,7 +77,6 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             f"px.Invariant does not serve the model's own dropout, whose masks depend on the "
             f"layout; set that of {place}, {probability}, to 0"
         )
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for path, sublayer in spec.sublayers(names).items():
         module = model.get_submodule(path)
         if isinstance(sublayer, AttentionNames):
@@ -93,13 +103,15 @@ def _fixed(activation: nn.Module) -> nn.Module | None:
         return FixedGelu()
     if isinstance(activation, (nn.GELU, *_ERF_GELU)):
         return FixedErfGelu()
+    if isinstance(activation, _SQUARED_RELU):
+        return activation
     return FixedSilu() if isinstance(activation, _SILU) else None
 
 
 def _of_unknown_activation(name: str, activation: nn.Module) -> ValueError:
     return ValueError(
-        f"px.Invariant serves SiLU and GELU, but {name} is a {type(activation).__name__}, whose "
-        "bits may depend on the place of an element"
+        f"px.Invariant serves SiLU, GELU and squared ReLU, but {name} is a "
+        f"{type(activation).__name__}, whose bits may depend on the place of an element"
     )
 
 
@@ -113,10 +125,10 @@ def _check_attention(module: nn.Module, config: Any, path: str, names: Attention
         )
     for norm in names.head_norms:
         kind = type(module.get_submodule(norm)).__name__
-        if kind not in _HEAD_NORMS:
+        if kind not in (*_HEAD_NORMS, *_TRANSPOSED_HEAD_NORMS):
             raise ValueError(
-                f"px.Invariant serves norms of heads of the class {' or '.join(_HEAD_NORMS)}, but "
-                f"{path}.{norm} is a {kind}"
+                f"px.Invariant serves norms of heads of the classes {', '.join(_HEAD_NORMS)}, "
+                f"{', '.join(_TRANSPOSED_HEAD_NORMS)}, but {path}.{norm} is a {kind}"
             )
 
 
@@ -249,9 +261,10 @@ def _replace_attention(
         put.put(f"{path}.{name}", BlockNorm(weight, layouts, eps, tp))
     for name in names.head_norms:
         norm = module.get_submodule(name)
-        of_gemma = _HEAD_NORMS[type(norm).__name__]
-        eps = norm.eps if of_gemma else norm.variance_epsilon
-        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, of_gemma))
+        kind = type(norm).__name__
+        eps = norm.eps if kind == _OF_GEMMA else norm.variance_epsilon
+        how = {"transposed": kind in _TRANSPOSED_HEAD_NORMS, "of_gemma": kind == _OF_GEMMA}
+        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, **how))
 
 
 def _replace_outputs(
@@ -289,7 +302,8 @@ def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
 
 
 def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
-    routing, experts = put.routing(path, names, replicated_linear), f"{path}.{names.experts}"
+    routing = put.routing(path, names, replicated_linear, ops.fixed_sigmoid)
+    experts = f"{path}.{names.experts}"
     shards = put.shards(experts, (names.gate_up, names.down))
     mesh = put.mesh
     # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.

@@ -24,7 +24,7 @@ from parallel_ext.nn.linear import (
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.region import ChangeOutput, entered
-from parallel_ext.nn.routing import Product, Routing
+from parallel_ext.nn.routing import Product, Routing, Sigmoid
 from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
 from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -357,10 +357,14 @@ class Replacer:
             module.forward = MethodType(names.forward, module)
 
     def routing(
-        self, path: str, names: MixtureNames, product: Product = nn.functional.linear
+        self,
+        path: str,
+        names: MixtureNames,
+        product: Product = nn.functional.linear,
+        sigmoid: Sigmoid = torch.sigmoid,
     ) -> Routing:
         """Let the router of the mixture at ``path`` choose as the routing that is returned."""
-        routing = Routing(names.route, product)
+        routing = Routing(names.route, product, sigmoid)
         router = self.model.get_submodule(f"{path}.{names.router}")
         router.forward = partial(routing.forward, router)  # which deepcopy rebinds
         self.routings.append(routing)

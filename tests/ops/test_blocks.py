@@ -63,6 +63,7 @@ def test_a_chain_is_not_the_tree() -> None:
 
 
 ACTIVATIONS = {
+    ops.fixed_sigmoid: torch.sigmoid,
     ops.fixed_silu: torch.nn.functional.silu,
     ops.fixed_gelu: partial(torch.nn.functional.gelu, approximate="tanh"),
 }

@@ -449,6 +449,8 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             ([_plain(2, 3, dtype=bf16), _plain(2, 3, dtype=bf16)], [0, 1, 1, 1], torch.float32),
             ([_plain(2, 3), _plain(3, 2, dtype=bf16).T], [0, 2, 2, 1], bf16),
         ],
+        "fixed_sigmoid": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
+        "fixed_sigmoid_backward": [(_plain(2, 37), _plain(2, 37))],
         "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
         "fixed_silu_backward": [(_plain(2, 37), _plain(2, 37))],
         "fixed_gelu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],

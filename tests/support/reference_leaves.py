@@ -17,6 +17,7 @@ from reference_mixtral import TinyMixtral, TinyQwen2Moe, TinyQwen3Moe
 from test_specs import OfSpec
 
 import parallel_ext as px
+from parallel_ext.models import SPECS
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
@@ -38,6 +39,8 @@ KINDS = {
     "qwen2_moe": TinyQwen2Moe(dtype=torch.float32, inner=17, balance=True),
     "bf16 qwen2_moe": TinyQwen2Moe(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
     "qwen3_moe": TinyQwen3Moe(dtype=torch.float32, tied=True, options=(("head_dim", 8),)),
+    "glm4_moe": OfSpec("glm4_moe", dtype=torch.float32, heads=8, key_value_heads=4),
+    "bf16 dots1": OfSpec("dots1", dtype=torch.bfloat16, heads=8, key_value_heads=4),
 }
 INVARIANT = px.Invariant(8, leaves=5)
 ROWS, STEPS = 7, 2
@@ -52,9 +55,16 @@ Bits = tuple[list[tuple[str, str]], str, dict[str, str]]
 """Losses and norms of steps, ``px.digest``, and digests of each tensor; equal on every rank."""
 
 
+def has_experts(kind: str) -> bool:
+    tiny = KINDS[kind]
+    return isinstance(tiny, TinyMixtral) or (
+        isinstance(tiny, OfSpec) and SPECS[tiny.kind].mixture is not None
+    )
+
+
 def leaf_mesh(kind: str, sides: Sides) -> px.Mesh:
     tp, ep = sides if isinstance(sides, tuple) else (sides, sides)
-    return mesh_of(tp=tp, ep=ep if isinstance(KINDS[kind], TinyMixtral) else 1)
+    return mesh_of(tp=tp, ep=ep if has_experts(kind) else 1)
 
 
 def leaf_batch(vocab_size: int, step: int) -> dict[str, torch.Tensor]:

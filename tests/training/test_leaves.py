@@ -37,6 +37,7 @@ from reference_leaves import (
     assert_bits,
     check_layouts,
     check_resume,
+    has_experts,
     leaf_batch,
     leaf_mesh,
     of_one_process,
@@ -68,7 +69,8 @@ LAYOUTS = {
     "mixtral": [(3, 1, 0), (4, 2, 0), (4, (1, 2), 0), (4, (2, 4), 0)],
     **dict.fromkeys(["bf16 qwen2_moe", "qwen3_moe"], [(4, (1, 2), 0)]),
     **dict.fromkeys(["balanced mixtral", "mixtral, an idle rank"], [(4, (1, 2), 0)]),
-    **dict.fromkeys(["qwen2_moe", "mixtral, one expert"], [(4, (2, 4), 0)]),
+    **dict.fromkeys(["qwen2_moe", "mixtral, one expert", "bf16 dots1"], [(4, (2, 4), 0)]),
+    "glm4_moe": [(3, 1, 0), (4, (1, 2), 0), (4, (2, 4), 0)],
     "balanced qwen3_moe": [(4, 2, 0), (4, (2, 4), 0)],
 }
 
@@ -81,7 +83,7 @@ def test_layouts_have_the_bits_of_one_process(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_layouts_have_the_bits_of_one_process(kind: str) -> None:
-    check_layouts(kind, "", TOGETHER + APART * isinstance(KINDS[kind], TinyMixtral))
+    check_layouts(kind, "", TOGETHER + APART * has_experts(kind))
 
 
 ON_EIGHT = {

@@ -30,9 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 300},
         "shared_expert_intermediate_size": 300,
     },
+    "glm4_moe": {  # with so many scores that threads share them, unevenly
+        **{"n_routed_experts": 97, "num_experts_per_tok": 3, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 20},
+        **{"first_k_dense_replace": 0, "use_qk_norm": True},
+    },
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},  # torch's LayerNorm
 }
-ALWAYS = ("qwen2_moe", "starcoder2")
+ALWAYS = ("qwen2_moe", "glm4_moe", "starcoder2")
 
 
 def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
