@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +19,14 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
-from parallel_ext.parallel.beside import parallel_parts, parameters_beside, tensors_beside
+from parallel_ext.parallel.beside import (
+    layout_around,
+    parallel_parts,
+    parameters_beside,
+    tensors_beside,
+)
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
 
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -158,23 +162,6 @@ class WholeModel:
         pass
 
 
-def _below(prefix: str, layout: ModelLayout) -> ModelLayout:
-    """Return the layout of a model in a module where its names begin with ``prefix``."""
-
-    def at(name: str) -> str:
-        return f"{prefix}{name}"
-
-    return ModelLayout(
-        {at(name): replace(each, name=at(name)) for name, each in layout.tensors.items()},
-        {at(alias): at(name) for alias, name in layout.tied.items()},
-        {
-            at(name): tuple(replace(p, name=at(p.name), source=at(name)) for p in parts)
-            for name, parts in layout.parts.items()
-        },
-        frozenset(map(at, layout.buffers)),
-    )
-
-
 class OwnModule(WholeModel):
     """A module of a user's own: the parallel model in it, and what is beside that.
 
@@ -189,26 +176,13 @@ class OwnModule(WholeModel):
     def __init__(self, module: nn.Module, inner: WholeModel) -> None:
         ((path, _),) = parallel_parts(module).items()
         self._inner, self._prefix = inner, f"{path}."
-        self._beside: dict[str, torch.Tensor] = {}
-        tied, first_name = {}, {}
-        for name, tensor in tensors_beside(module):
-            if (first := first_name.setdefault(id(tensor), name)) == name:
-                self._beside[name] = tensor.detach()
-            else:
-                tied[name] = first
-        beside = {n: TensorLayout(n, tuple(t.shape)) for n, t in self._beside.items()}
-        parameters = parameters_beside(module)
-        layout = _below(self._prefix, inner.layout)
-        super().__init__(
-            module,
-            replace(
-                layout,
-                tensors={**layout.tensors, **beside},
-                tied={**layout.tied, **tied},
-                buffers=layout.buffers | (beside.keys() - parameters.keys()),
-            ),
-            [f"{self._prefix}{name}" for name in inner.vocabulary],
-        )
+        layout = layout_around(module, inner.layout)
+        self._beside = {
+            name: tensor.detach()
+            for name, tensor in tensors_beside(module)
+            if name in layout.tensors
+        }
+        super().__init__(module, layout, [f"{self._prefix}{name}" for name in inner.vocabulary])
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
         inner = self._inner.values(rank)

@@ -270,8 +270,10 @@ class HFDirectory:
 
     def rename(self, new: Callable[[str], str]) -> None:
         """Give the tensors other names, but for one whose new name another has."""
-        old = self.shapes.keys()
-        names = {name: name if new(name) in old else new(name) for name in old}
+        names, taken = {}, {*self.file_of}
+        for name in self.file_of:
+            names[name] = name if new(name) in taken else new(name)
+            taken.add(names[name])
 
         def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
             return {names[name]: value for name, value in tensors.items()}

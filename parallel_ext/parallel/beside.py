@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.parallel.state import own_state
 from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
 
 
@@ -69,3 +71,41 @@ def tied_beside(module: nn.Module) -> dict[str, str]:
         for path, each in module.named_modules()
         if isinstance(each, TiedHead) and id(each.tied_to) in paths
     }
+
+
+def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
+    """Return the layout of a module around one parallel model, by the names of the module.
+
+    Every rank has what is beside that model.
+
+    Args:
+        module: it holds one parallel model.
+        inside: that model's layout.
+    """
+    ((path, _),) = parallel_parts(module).items()
+    layout, first_name = _below(f"{path}.", inside), {}
+    tensors, tied = dict(layout.tensors), dict(layout.tied)
+    for name, tensor in tensors_beside(module):
+        if (first := first_name.setdefault(id(tensor), name)) == name:
+            tensors[name] = TensorLayout(name, tuple(tensor.shape))
+        else:
+            tied[name] = first
+    buffers = {name for name, _ in persistent_buffers(module)} & (tensors.keys() - layout.tensors)
+    return replace(layout, tensors=tensors, tied=tied, buffers=layout.buffers | buffers)
+
+
+def _below(prefix: str, layout: ModelLayout) -> ModelLayout:
+    """Return the layout of a model in a module where its names begin with ``prefix``."""
+
+    def at(name: str) -> str:
+        return f"{prefix}{name}"
+
+    return ModelLayout(
+        {at(name): replace(each, name=at(name)) for name, each in layout.tensors.items()},
+        {at(alias): at(name) for alias, name in layout.tied.items()},
+        {
+            at(name): tuple(replace(p, name=at(p.name), source=at(name)) for p in parts)
+            for name, parts in layout.parts.items()
+        },
+        frozenset(map(at, layout.buffers)),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.errors import CheckpointError
@@ -59,6 +61,13 @@ def type_of_text(config: Any) -> Any:
     return getattr(getattr(config, "text_config", None), "model_type", None)
 
 
+def is_of_images(content: Mapping[str, Any]) -> bool:
+    """Return whether the configuration in files is of a model of images and text."""
+    (name, *_) = [*(content.get("architectures") or []), ""]
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return known.get(content.get("model_type")) == name and own_model_type(content) is None
+
+
 def configurations(
     directory: HFDirectory,
     vocab_size: int | None,
@@ -70,10 +79,11 @@ def configurations(
     The attention that the file asks for does not count: only the caller chooses code.
 
     Args:
-        directory: of a model that has a spec, or that holds its files beside those for images.
+        directory: of a model that has a spec, or of one of images around such a decoder.
         vocab_size: the true size of the vocabulary; None for that of the file.
         wants_own_code: whether a model with code beside its files is to be made by it.
-        given: the caller's own, of the same class, in place of the file's.
+        given: the caller's own, of the same class, in place of the file's; or of the text model
+            alone, where files with images hold one.
 
     Raises:
         TypeError: the caller's configuration is of another class.
@@ -84,9 +94,9 @@ def configurations(
     own = own_model_type(content)
     for problem in _problems(content, len(directory.shapes)):
         raise CheckpointError(f"{path}: {problem}")
-    model_type, text = own or content.get("model_type"), spec_of_text(content)
-    has_images = text is not None and text.in_image_files is not None
-    if not isinstance(model_type, str) or not (model_type in SPECS or has_images):
+    model_type, of_images = own or content.get("model_type"), is_of_images(content)
+    if not isinstance(model_type, str) or not (model_type in SPECS or of_images):
+        text = spec_of_text(content)
         why = why_unserved(model_type, text and text.model_type)
         if "auto_map" in content:
             why = "; custom code that comes with files is not run"
@@ -101,11 +111,17 @@ def configurations(
     try:
         kind = transformers.CONFIG_MAPPING[model_type]
         config = kind.from_dict(_without(content, _IMPLEMENTATIONS))
-        if has_images:
-            dtype, config = config.dtype, config.get_text_config()
-            config.dtype = config.dtype or dtype
+        text = config.get_text_config()
     except Exception as error:
         raise CheckpointError(_refusal(path, content, error)) from error
+    if of_images and text.model_type not in SPECS:
+        raise CheckpointError(
+            f"{path}: model_type is {shown(model_type)}, whose text_config is of "
+            f"{text.model_type!r}, but served are {', '.join(served())}"
+        )
+    if of_images and type(given) is type(text) and SPECS[text.model_type].in_image_files:
+        text.dtype = text.dtype or config.dtype
+        config = text
     if given is not None:
         if type(given) is not type(config):
             raise TypeError(
@@ -113,9 +129,10 @@ def configurations(
                 f"{shown(given)}"
             )
         config = copy.deepcopy(given)
+        text = config.get_text_config()
     if vocab_size is not None:
-        config.vocab_size = vocab_size
-    rows, pad = config.vocab_size, config.pad_token_id
+        text.vocab_size = vocab_size
+    rows, pad = text.vocab_size, text.pad_token_id
     if isinstance(pad, int) and not -rows <= pad < rows:
         raise CheckpointError(f"{path}: pad_token_id is {pad}, outside of the vocabulary of {rows}")
     return config, _generation(directory)
@@ -178,7 +195,7 @@ def build_on_meta(
             parameters_on_meta(),
             called_by_this_package(),  # nothing of a new model is another's: nobody need look
         ):
-            model = _auto_class(directory).from_config(config, **kwargs)
+            model = _auto_class(directory, config).from_config(config, **kwargs)
         model.tie_weights()
     except Exception as error:
         if attn_implementation is not None:
@@ -190,8 +207,26 @@ def build_on_meta(
     return model
 
 
-def _auto_class(directory: HFDirectory) -> Any:
+def names_in_model(model: transformers.PreTrainedModel, in_files: Iterable[str]) -> dict[str, str]:
+    """Return, by their names in files, the names of tensors in a plain model of transformers.
+
+    As those of LLaVA's decoder, of which files have older names. A name that transformers does not
+    change, or whose tensor it would split or join with others, stays.
+    """
+    changes, known = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    names, prefix = {}, model.base_model_prefix
+    for name in in_files:
+        renamed, converter = rename_source_key(name, renamings, converters, prefix, known)
+        names[name] = renamed if converter is None else name
+    return names
+
+
+def _auto_class(directory: HFDirectory, config: transformers.PreTrainedConfig) -> Any:
     """Return the class of transformers that builds what the files say that they hold."""
+    if is_of_images(directory.config) and config.get_text_config() is not config:
+        return transformers.AutoModelForImageTextToText
     (name, *_) = [*(directory.config.get("architectures") or []), ""]
     for kind in ("SequenceClassification", "TokenClassification"):
         if str(name).endswith(f"For{kind}"):

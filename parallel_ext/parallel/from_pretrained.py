@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,21 +21,28 @@ from parallel_ext.distributed.errors import (
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
+from parallel_ext.models import SPECS
+from parallel_ext.models._transformers_private import (
+    ignored_in_files,
+    kept_in_fp32,
+)
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.beside import (
     check_equal_beside,
+    layout_around,
     parallel_parts,
     parameters_beside,
     tensors_beside,
     tied_beside,
 )
-from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.configuration import build_on_meta, configurations, names_in_model
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import ParallelState, state_of
+from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding._torch_private import without_wrappers
 from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import local_part
 
@@ -64,7 +72,8 @@ def from_pretrained(
     """Build a parallel model of which each rank reads only its own slices from disk.
 
     Every rank calls it. The model is made on the meta device, sharded by :func:`parallelize`,
-    checked name by name and shape by shape against the files, and only then filled.
+    checked name by name and shape by shape against the files, and only then filled. Of a model of
+    images, as LLaVA, the decoder of text is sharded; all else is whole on every rank.
 
     Args:
         source: a HuggingFace directory with safetensors files, or a hub id.
@@ -85,7 +94,8 @@ def from_pretrained(
             refused where they ask for other code than transformers' or this package's.
         config: that of the files with other options, such as ``attention_dropout``; the sizes stay
             those of the files, but for fewer layers: the first ones are loaded, with a warning.
-            None for that of the files.
+            None for that of the files. Of Qwen3.5's, which hold a tower of images, the
+            ``text_config`` alone asks for the model of text alone.
         options: of :func:`parallelize`.
 
     Returns:
@@ -141,41 +151,85 @@ def from_pretrained(
             op_name, lambda: build_on_meta(directory, config, attn_implementation, dtype)
         )
         _check_equal(model, dtype, mesh, op_name)
-        parallelize(model, mesh, **options)
+        inner = mesh.control.run_on_all(op_name, lambda: _decoder_in(model))
+        names = {} if inner is model else names_in_model(model, directory.shapes)
+        parallelize(inner, mesh, **options)
 
         mesh.control.run_on_all(
-            op_name, lambda: _check(directory, model, vocab_size, given is not None)
+            op_name, lambda: _check(directory, model, names, vocab_size, given is not None)
         )
-        layout = state_of(model).layout
         fp32 = kept_in_fp32(model, dtype)
-        directory.load_into(model, mesh, layout, op_name, dtype, device, fp32)
+        for each, layout in _parts(directory, model):
+            directory.load_into(each, mesh, layout, op_name, dtype, device, fp32)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
         _check_same_files(model, mesh, op_name)
     model.to(device)  # the buffers
-    model.config.dtype = model.dtype
+    for each in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+        each.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
     if generation_config is not None:
         model.generation_config = generation_config
     return model.eval()
 
 
+def _decoder_in(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Return what becomes parallel: a model of text, or the decoder in one of images."""
+    if model.config.get_text_config() is model.config:
+        return model
+    models = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
+    decoder = next((each for each in models if is_decoder(each)), None)
+    if decoder is None:
+        text = model.config.get_text_config().model_type
+        alone = (
+            "; config=transformers.AutoConfig.from_pretrained(source).text_config reads that alone"
+        )
+        raise CheckpointError(
+            f"{type(model).__name__} holds a {text!r}, which is not served inside of another model"
+            + (alone if SPECS[text].in_image_files else "")
+        )
+    return decoder
+
+
+def _parts(
+    directory: HFDirectory, model: transformers.PreTrainedModel
+) -> Iterator[tuple[nn.Module, ModelLayout]]:
+    """Yield what is loaded one after the other, and its layout: the decoder, and all around it."""
+    ((path, inner),) = parallel_parts(model).items()
+    layout = state_of(inner).layout
+    if path:
+        around = layout_around(model, layout)
+        directory.rename(lambda name: name.removeprefix(f"{path}."))
+    yield inner, layout
+    if path:
+        yield model, around
+
+
 def _check(
     directory: HFDirectory,
     model: transformers.PreTrainedModel,
+    names: dict[str, str],
     vocab_size: int | None,
     may_have_fewer_layers: bool,
 ) -> None:
-    """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
+    """Raise unless the files hold the model; behind its vocabulary they may hold zeros.
+
+    ``names`` are those of tensors in files of a model of images -> those in the model.
+    """
     state = state_of(model)
-    directory.rename(state.spec.from_image_files)
+    ((path, inner),) = parallel_parts(model).items()
+    if path and vocab_size is not None:
+        raise CheckpointError(f"{directory.path}: vocab_size= is served for models of text alone")
+    directory.rename(lambda name: names.get(name) or state.spec.from_image_files(name))
     if may_have_fewer_layers:
-        number = len(model.get_submodule(state.spec.layers))
-        in_files = directory.drop_layers(state.spec.layers, number)
+        layers = f"{path}.{state.spec.layers}" if path else state.spec.layers
+        number = len(model.get_submodule(layers))
+        in_files = directory.drop_layers(layers, number)
         if number < in_files and state.mesh.rank == 0:
             warn_user(f"{directory.path}: the first {number} of {in_files} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
-    layout = state.layout.in_files()
+    layout = layout_around(model, state.layout) if path else state.layout
+    layout = replace(layout, tied={**layout.tied, **tied_beside(model)}).in_files()
     unused = directory.drop_unused(ignored_in_files(model), layout.tensors)
     if unused and state.mesh.rank == 0:
         warn_user(

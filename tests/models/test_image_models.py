@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ranks import pool
 from reference import difference, refusal
 from reference_images import DECODERS, decoder_of, image_batch, tiny_model
 from reference_mixtral import Layout
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import parallel_ext as px
@@ -147,10 +149,87 @@ def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
 
 
+def _read(folder: str, kind: str) -> tuple[float, ...]:
+    """What a rank holds of a model that px reads, and how it and a step of it differ from plain."""
+    mesh = Layout(1, 2, 1).mesh()
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    ours = px.from_pretrained(folder, mesh)
+    assert type(ours) is type(plain)
+    assert not ours.training
+    assert ours.config.to_dict() == plain.config.to_dict()
+    held, whole = (sum(p.numel() for p in each.parameters()) for each in (ours, plain))
+    px.data_parallel(ours, mesh)
+    batch, losses = image_batch(2, kind), []
+    for model in (plain, ours):
+        loss = model.train()(**batch).loss
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        losses.append(loss.item())
+    full, expected = px.full_state_dict(ours, writer_only=False), plain.state_dict()
+    assert full.keys() == expected.keys()
+    worst = max((full[name] - each).abs().max().item() for name, each in expected.items())
+    return held / whole, abs(losses[1] / losses[0] - 1), worst
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_each_rank_reads_its_part_of_the_decoder_and_all_around_it(
+    kind: str, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path, max_shard_size="50KB")
+    for held, of_losses, of_weights in pool(2).run(_read, str(tmp_path), kind):
+        assert held < 0.7
+        assert of_losses <= 1e-6
+        assert of_weights <= 1e-7
+
+
+def _not_read(folder: str, other: str) -> list[str]:
+    mesh = px.init_mesh(tp=2)
+    text = transformers.AutoConfig.from_pretrained(folder).text_config
+    few = transformers.AutoConfig.from_pretrained(folder)
+    few.text_config.num_hidden_layers = 1
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = px.from_pretrained(folder, mesh, config=few)
+        assert len(model.model.language_model.layers) == 1
+    first = "the first 1 of 2 layers" in "".join(str(each.message) for each in found)
+    assert first == (mesh.rank == 0)
+    return [
+        refusal(lambda: px.from_pretrained(folder, mesh, vocab_size=90)),
+        refusal(lambda: px.from_pretrained(folder, mesh, config=text)),
+        refusal(lambda: px.from_pretrained(folder, mesh, invariant=px.Invariant())),
+        refusal(lambda: px.from_pretrained(other, mesh)),
+        refusal(lambda: px.from_pretrained(f"{other}/mixture", mesh)),
+    ]
+
+
+def test_files_that_do_not_fit_a_model_of_images_are_refused_by_name(tmp_path: Path) -> None:
+    folder, other = tmp_path / "whole", tmp_path / "other"
+    tiny_model("llava").save_pretrained(folder)
+    shutil.copytree(folder, other)
+    tensors = load_file(other / "model.safetensors")
+    for lost in ("vision_tower.pre_layrnorm.weight", "language_model.model.norm.weight"):
+        del tensors[lost]
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    mixture = transformers.CONFIG_MAPPING["qwen3_vl_moe"](
+        architectures=["Qwen3VLMoeForConditionalGeneration"], text_config={"num_hidden_layers": 1}
+    )
+    mixture.save_pretrained(other / "mixture")
+    save_file({"lm_head.weight": torch.ones(2, 2)}, other / "mixture" / "model.safetensors")
+    words = [
+        "vocab_size= is served for models of text alone",
+        "config must be a LlavaConfig",
+        "no output head",
+        "model.language_model.norm.weight of shape (64,) is missing",
+        "text_config is of 'qwen3_vl_moe_text', but served are",
+    ]
+    pool(2).assert_says(_not_read, str(folder), str(other), words=words)
+
+
 def _text_alone(folder: str) -> tuple[str, float, float, bool]:
     """Class, logits and files of the text model in files with images, and what a rank holds."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    ours = px.from_pretrained(folder, px.init_mesh(tp=2))
+    text = transformers.AutoConfig.from_pretrained(folder).text_config
+    ours = px.from_pretrained(folder, px.init_mesh(tp=2), config=text)
     batch = {"input_ids": torch.arange(3, 21).view(2, 9)}
     worst = (ours(**batch).logits - plain(**batch).logits).abs().max().item()
     ours.save_pretrained(f"{folder}/text")
