@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
-from parallel_ext.models.deepseek_v3 import DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE
+from parallel_ext.models.deepseek_v3 import (
+    DEEPSEEK_V3,
+    DOTS1,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM4V_MOE_TEXT,
+)
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from parallel_ext.models.gpt_oss import GPT_OSS
@@ -44,7 +50,7 @@ SPECS: dict[str, ModelSpec] = {
         *DENSE,
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE_TEXT),
         *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_NEXT),
     )
 }

@@ -75,6 +75,11 @@ LATENT_ATTENTION = (
 """Attention whose keys and values, and in the second whose queries too, come from a low rank."""
 
 GLM4_MOE = replace(QWEN3, model_type="glm4_moe", mixture=_mixture("Glm4Moe"))
+GLM4V_MOE_TEXT = replace(
+    LLAMA,
+    model_type="glm4v_moe_text",
+    mixture=replace(_mixture("Glm4vMoeText"), balances=True),
+)
 DOTS1 = replace(QWEN3, model_type="dots1", mixture=_mixture("Dots1"))
 DEEPSEEK_V3 = replace(
     LLAMA,

@@ -302,6 +302,13 @@ def _refuse_what_fails(
             f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
             "cannot take; pass a row of padding whose labels are all -100 instead"
         )
+    trains_over_dp = state.mesh.dp_size > 1 and torch.is_grad_enabled()
+    if trains_over_dp and state.spec.head is None and wants_balance(model, state, arguments):
+        raise ValueError(
+            f"{type(model).__name__}: output_router_logits asks for a load balancing loss, which a "
+            f"class around the decoder would compute from the tokens of one of dp="
+            f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
+        )
     published = any(state.spec is each for each in PUBLISHED.values())
     if call is not None and not published and has_own_loss(type(model)):
         raise NotImplementedError(

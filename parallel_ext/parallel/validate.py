@@ -60,21 +60,20 @@ def spec_for(model: nn.Module) -> ModelSpec:
             f"supported are {', '.join(served())}{why}"
         )
     spec = SPECS[model_type]
-    if spec.mixture is not None:  # whose balance loss is defined with an output head only
-        return spec
     if is_decoder(model):
         return spec.of_decoder()
-    return spec.without_head() if isinstance(model, CLASSIFIERS) else spec
+    classifies = isinstance(model, CLASSIFIERS) and spec.mixture is None
+    return spec.without_head() if classifies else spec
 
 
 def is_decoder(model: nn.Module) -> bool:
-    """Return whether a model is the decoder of a served dense architecture alone, without a head.
+    """Return whether a model is the decoder of a served architecture alone, without a head.
 
     Such as a ``LlamaModel``, which ``AutoModel`` makes.
     """
     spec = SPECS.get(getattr(getattr(model, "config", None), "model_type", None))
     cls = transformers.MODEL_MAPPING.get(type(model.config), ()) if spec else ()
-    return isinstance(model, cls) and spec.mixture is None
+    return isinstance(model, cls)
 
 
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
@@ -128,7 +127,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         inner = next((path for path, each in model.named_modules() if is_decoder(each)), None)
         raise ValueError(
             f"parallelize: {cls} is not served: of {spec.model_type!r} the class with an output "
-            "head is, ...ForCausalLM, and of dense models the decoder alone, ...Model, and those "
+            "head is, ...ForCausalLM, and the decoder alone, ...Model, and of dense models those "
             "that classify sequences or tokens"
             + (f"; px.parallelize(model.{inner}, mesh) takes the decoder in it" if inner else "")
         )
@@ -136,7 +135,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if spec.attention:
         of_config += _ATTENTION_CONFIG_ATTRIBUTES
     if spec.mixture:
-        of_model += _BALANCE_MODEL_ATTRIBUTES if spec.mixture.balances else ()
+        of_model += _BALANCE_MODEL_ATTRIBUTES if spec.mixture.balances and spec.head else ()
         of_config += ("output_router_logits",) if spec.mixture.balances else ()
         of_config += (spec.mixture.num_experts,)
         of_config += (spec.mixture.jitter,) if spec.mixture.jitter else ()

@@ -15,7 +15,7 @@ import torch
 import transformers
 from ranks import pool
 from reference import difference, refusal
-from reference_images import DECODERS, decoder_of, image_batch, tiny_model
+from reference_images import DECODERS, EAGER, MIXTURES, decoder_of, image_batch, tiny_model
 from reference_mixtral import Layout
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,6 +24,7 @@ import parallel_ext as px
 
 STEPS = 2
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
+OF_EXPERTS = [Layout(1, 2, 2), Layout(2, 1, 2), Layout(2, 2, 4)]
 
 
 def _pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
@@ -70,8 +71,14 @@ def _trained(kind: str, layout: Layout, zero: int) -> tuple[float, float]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *((kind, layout) for kind in DECODERS for layout in LAYOUTS),
+        *((kind, layout) for kind in MIXTURES for layout in OF_EXPERTS),
+    ],
+    ids=str,
+)
 def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:
     for of_losses, of_weights in pool(layout.world).run(_trained, kind, layout, 2):
         assert of_losses <= 1e-6  # transformers' losses, and norms of Gemma, go by fp32
@@ -103,16 +110,38 @@ def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
     return difference(mean / mesh.world_size, expected), of_weights
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "qwen3_5_moe"])
 def test_a_dp_rank_may_have_text_alone(kind: str) -> None:
     for differences in pool(2).run(_with_text_alone, kind, LAYOUTS[1]):
         assert max(differences) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe"])
 def test_zero_3(kind: str) -> None:
     for differences in pool(4).run(_trained, kind, Layout(2, 2, 1), 3):
         assert max(differences) <= 1e-6
+
+
+def _balanced(tp: int, ep: int) -> tuple[float, float] | str:
+    """How a step with a load balancing loss differs from plain, or why there is none."""
+    models = reference, ours = _pair("qwen3_5_moe", px.init_mesh(tp=tp, ep=ep))
+    for model in models:
+        model.config.text_config.output_router_logits = True
+    losses = [reference(**image_batch(4, "qwen3_5_moe")).loss]
+    why = refusal(lambda: losses.append(ours(**image_batch(4, "qwen3_5_moe")).loss))
+    if len(losses) == 1:
+        return why
+    for loss, model in zip(losses, models, strict=True):
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full, expected = px.full_state_dict(ours, writer_only=False), reference.state_dict()
+    return difference(*losses), max((full[n] - e).abs().max().item() for n, e in expected.items())
+
+
+def test_a_load_balancing_loss_around_a_decoder_is_that_of_one_batch() -> None:
+    for differences in pool(2).run(_balanced, 2, 2):
+        assert max(differences) <= 1e-6
+    assert all("from the tokens of one of dp=2" in why for why in pool(2).run(_balanced, 1, 2))
 
 
 def _files(folder: str, kind: str) -> float:
@@ -129,7 +158,8 @@ def _files(folder: str, kind: str) -> float:
             saved = px.save_checkpoint(folder, 1, ours, optimizers[1])
             ours.save_pretrained(f"{folder}/out")
             for directory in (saved, f"{folder}/out"):
-                read = type(reference).from_pretrained(directory, dtype=torch.float64).state_dict()
+                options = {"dtype": torch.float64, **EAGER}
+                read = type(reference).from_pretrained(directory, **options).state_dict()
                 for name, each in reference.state_dict().items():
                     assert (read[name] - each).abs().max() <= 1e-7, name
             mesh = Layout(1, 4, 1).mesh()
@@ -144,15 +174,16 @@ def _files(folder: str, kind: str) -> float:
     return max((full[n] - each).abs().max().item() for n, each in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe"])
 def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
 
 
 def _read(folder: str, kind: str) -> tuple[float, ...]:
     """What a rank holds of a model that px reads, and how it and a step of it differ from plain."""
-    mesh = Layout(1, 2, 1).mesh()
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    mesh = Layout(1, 2, 2 if kind in MIXTURES else 1).mesh()
+    options = {"dtype": torch.float64, **EAGER}
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, **options)
     ours = px.from_pretrained(folder, mesh)
     assert type(ours) is type(plain)
     assert not ours.training
@@ -177,7 +208,7 @@ def test_each_rank_reads_its_part_of_the_decoder_and_all_around_it(
 ) -> None:
     tiny_model(kind).save_pretrained(tmp_path, max_shard_size="50KB")
     for held, of_losses, of_weights in pool(2).run(_read, str(tmp_path), kind):
-        assert held < 0.7
+        assert held < 0.75
         assert of_losses <= 1e-6
         assert of_weights <= 1e-7
 
@@ -262,7 +293,7 @@ def _generated(kind: str, layout: Layout) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "qwen3_5_moe"])
 def test_it_generates_the_tokens_of_one_process(kind: str, layout: Layout) -> None:
     assert all(pool(2).run(_generated, kind, layout))
 

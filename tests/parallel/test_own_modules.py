@@ -56,8 +56,10 @@ def scores(kind: str = "decoder") -> Scores:
         torch.manual_seed(1)
         sizes = {"head_dim": 8, "vocab_size": 101, "hidden_size": WIDTH, "intermediate_size": 50}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 12}
         config = transformers.AutoConfig.for_model(kind, **sizes, pad_token_id=0)
-        inner = transformers.AutoModel.from_config(config).train()
+        inner = transformers.AutoModel.from_config(config, experts_implementation="eager").train()
     torch.manual_seed(2)
     return Scores(inner.config, inner).double().train()
 
@@ -112,9 +114,16 @@ def test_it_trains_as_in_one_process(kind: str, layout: Layout, zero: int) -> No
     assert max(pool(layout.world).run(_trained, kind, layout, zero, "")) <= EXACT
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
-def test_decoders_of_other_architectures(kind: str) -> None:
-    assert max(pool(2).run(_trained, kind, Layout(1, 2, 1), 2, "")) <= 1e-5
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("gemma2", Layout(1, 2, 1)), ("phi3", Layout(1, 2, 1)), ("mixtral", Layout(1, 2, 2))),
+        *(("qwen3_moe", Layout(2, 1, 2)), ("mixtral", Layout(2, 2, 4))),
+    ],
+    ids=str,
+)
+def test_decoders_of_other_architectures(kind: str, layout: Layout) -> None:
+    assert max(pool(layout.world).run(_trained, kind, layout, 2, "")) <= 1e-5
 
 
 @pytest.mark.parametrize("how", ["frozen", "accumulated"])
@@ -331,7 +340,7 @@ def _refusals(folder: str) -> dict[str, str]:
     with quietly():
         px.parallelize(own.inner, mesh, invariant=px.Invariant(blocks=3, leaves=2))
     found["invariant"] = refusal(lambda: px.data_parallel(own, mesh))
-    mixture = TinyMixtral().model().model
+    mixture = transformers.MixtralForSequenceClassification(TinyMixtral().config())
     found["mixture"] = refusal(lambda: px.parallelize(mixture, mesh))
     return found
 
@@ -345,4 +354,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "AdamW.step: the norm of the gradients of parameters beside" in found["apart"]
         assert "give px.data_parallel the module that holds the model" in found["apart"]
         assert "px.Invariant" in found["invariant"]
-        assert "MixtralModel is not served" in found["mixture"]
+        assert "MixtralForSequenceClassification is not served" in found["mixture"]

@@ -26,7 +26,8 @@ _VISION = {
     **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
 }
 _LAYERS = ["linear_attention", "full_attention"]
-_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+MIXTURES = ("qwen3_5_moe", "glm4v_moe")
+_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *MIXTURES)
 _ONE_PLACE = ("internvl", "smolvlm", "idefics3", *_QWENS)  # of an image; others have 4
 
 DECODERS = {
@@ -43,8 +44,13 @@ DECODERS = {
     "qwen2_5_vl": "Qwen2_5_VLTextModel",
     "qwen3_vl": "Qwen3VLTextModel",
     "qwen3_5": "Qwen3_5TextModel",
+    "qwen3_5_moe": "Qwen3_5MoeTextModel",
+    "glm4v_moe": "Glm4vMoeTextModel",
 }
 """Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
+
+EAGER = {"experts_implementation": "eager"}
+"""With which transformers computes experts in fp64."""
 
 
 def _config(kind: str) -> Any:
@@ -85,8 +91,14 @@ def _config(kind: str) -> Any:
         if kind == "qwen2_vl":
             vision["hidden_size"] = 64
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        if kind == "glm4v_moe":
+            rope |= {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
         text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
-        if kind == "qwen3_5":
+        if kind in MIXTURES:
+            text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+            text |= {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "n_shared_experts": 2}
+            text |= {"shared_expert_intermediate_size": 12, "routed_scaling_factor": 0.7}
+        if kind.startswith("qwen3_5"):
             text |= {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "layer_types": _LAYERS}
             text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
         return t.CONFIG_MAPPING[kind](vision_config=vision, text_config=text, **token)
@@ -98,7 +110,10 @@ def tiny_model(kind: str) -> PreTrainedModel:
     """The single-process model in fp64, the same on every rank."""
     config = _config(kind)
     torch.manual_seed(4)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config, **EAGER)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
     return model.double().train()
 
 
