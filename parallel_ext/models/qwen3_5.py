@@ -1,4 +1,7 @@
-"""Qwen3.5 and Qwen3-Next: gated delta rules in most layers, gated attentions in the others."""
+"""Qwen3.5 and Qwen3-Next: gated delta rules in most layers, gated attentions in the others.
+
+Qwen3-VL has the mixture of Qwen3.5 in the layers of Qwen3.
+"""
 
 from dataclasses import replace
 
@@ -7,6 +10,7 @@ from torch import nn
 
 from parallel_ext.models.llama import QWEN3
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
+from parallel_ext.models.qwen3_moe import QWEN3_MOE
 from parallel_ext.models.sublayers import DeltaNetNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -45,6 +49,18 @@ QWEN3_5_MOE_TEXT = replace(
         router_class="Qwen3_5MoeTopKRouter",
         route=_route,
         experts_class="Qwen3_5MoeExperts",
+    ),
+)
+QWEN3_VL_MOE_TEXT = replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe_text",
+    mixture=replace(
+        QWEN3_MOE.mixture,
+        router_class="Qwen3VLMoeTextTopKRouter",
+        route=_route,
+        experts_class="Qwen3VLMoeTextExperts",
+        gate_up_in_files=None,
+        down_in_files=None,
     ),
 )
 QWEN3_NEXT = replace(

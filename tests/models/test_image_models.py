@@ -116,7 +116,7 @@ def test_a_dp_rank_may_have_text_alone(kind: str) -> None:
         assert max(differences) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe", "qwen3_vl_moe"])
 def test_zero_3(kind: str) -> None:
     for differences in pool(4).run(_trained, kind, Layout(2, 2, 1), 3):
         assert max(differences) <= 1e-6
@@ -174,7 +174,7 @@ def _files(folder: str, kind: str) -> float:
     return max((full[n] - each).abs().max().item() for n, each in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "glm4v_moe", "qwen3_vl_moe"])
 def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
 

@@ -26,7 +26,7 @@ _VISION = {
     **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
 }
 _LAYERS = ["linear_attention", "full_attention"]
-MIXTURES = ("qwen3_5_moe", "glm4v_moe")
+MIXTURES = ("qwen3_5_moe", "glm4v_moe", "qwen3_vl_moe")
 _QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *MIXTURES)
 _ONE_PLACE = ("internvl", "smolvlm", "idefics3", *_QWENS)  # of an image; others have 4
 
@@ -46,6 +46,7 @@ DECODERS = {
     "qwen3_5": "Qwen3_5TextModel",
     "qwen3_5_moe": "Qwen3_5MoeTextModel",
     "glm4v_moe": "Glm4vMoeTextModel",
+    "qwen3_vl_moe": "Qwen3VLMoeTextModel",
 }
 """Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
 
