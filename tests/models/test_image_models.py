@@ -229,7 +229,7 @@ def _not_read(folder: str, other: str) -> list[str]:
         refusal(lambda: px.from_pretrained(folder, mesh, config=text)),
         refusal(lambda: px.from_pretrained(folder, mesh, invariant=px.Invariant())),
         refusal(lambda: px.from_pretrained(other, mesh)),
-        refusal(lambda: px.from_pretrained(f"{other}/mixture", mesh)),
+        refusal(lambda: px.from_pretrained(f"{other}/unknown", mesh)),
     ]
 
 
@@ -241,17 +241,19 @@ def test_files_that_do_not_fit_a_model_of_images_are_refused_by_name(tmp_path: P
     for lost in ("vision_tower.pre_layrnorm.weight", "language_model.model.norm.weight"):
         del tensors[lost]
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    mixture = transformers.CONFIG_MAPPING["qwen3_vl_moe"](
-        architectures=["Qwen3VLMoeForConditionalGeneration"], text_config={"num_hidden_layers": 1}
+    unknown = transformers.CONFIG_MAPPING["aya_vision"](
+        architectures=["AyaVisionForConditionalGeneration"],
+        text_config={"model_type": "opt", "num_hidden_layers": 1},
+        vision_config={"model_type": "siglip_vision_model", "num_hidden_layers": 1},
     )
-    mixture.save_pretrained(other / "mixture")
-    save_file({"lm_head.weight": torch.ones(2, 2)}, other / "mixture" / "model.safetensors")
+    unknown.save_pretrained(other / "unknown")
+    save_file({"lm_head.weight": torch.ones(2, 2)}, other / "unknown" / "model.safetensors")
     words = [
         "vocab_size= is served for models of text alone",
         "config must be a LlavaConfig",
         "no output head",
         "model.language_model.norm.weight of shape (64,) is missing",
-        "text_config is of 'qwen3_vl_moe_text', but served are",
+        "text_config is of 'opt', but served are",
     ]
     pool(2).assert_says(_not_read, str(folder), str(other), words=words)
 
