@@ -63,9 +63,10 @@ def type_of_text(config: Any) -> Any:
 
 def is_of_images(content: Mapping[str, Any]) -> bool:
     """Return whether the configuration in files is of a model of images and text."""
-    (name, *_) = [*(content.get("architectures") or []), ""]
     known = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return known.get(content.get("model_type")) == name and own_model_type(content) is None
+    model_type = content.get("model_type")
+    cls = known.get(model_type) if isinstance(model_type, str) else None
+    return cls is not None and content.get("architectures") == [cls]
 
 
 def configurations(

@@ -22,10 +22,7 @@ from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.models import SPECS
-from parallel_ext.models._transformers_private import (
-    ignored_in_files,
-    kept_in_fp32,
-)
+from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.beside import (
     check_equal_beside,
@@ -216,12 +213,13 @@ def _check(
     ``names`` are those of tensors in files of a model of images -> those in the model.
     """
     state = state_of(model)
-    ((path, inner),) = parallel_parts(model).items()
+    ((path, _),) = parallel_parts(model).items()
+    prefix = f"{path}." if path else ""
     if path and vocab_size is not None:
         raise CheckpointError(f"{directory.path}: vocab_size= is served for models of text alone")
     directory.rename(lambda name: names.get(name) or state.spec.from_image_files(name))
     if may_have_fewer_layers:
-        layers = f"{path}.{state.spec.layers}" if path else state.spec.layers
+        layers = f"{prefix}{state.spec.layers}"
         number = len(model.get_submodule(layers))
         in_files = directory.drop_layers(layers, number)
         if number < in_files and state.mesh.rank == 0:
@@ -236,7 +234,7 @@ def _check(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
             f"{type(model).__name__} has no such layers"
         )
-    made_by_model = layout.buffers - _of_mixtures(state)
+    made_by_model = layout.buffers - {f"{prefix}{name}" for name in _of_mixtures(state)}
     directory.check(replace(layout, buffers=made_by_model), state.spec.vocabulary)
 
 

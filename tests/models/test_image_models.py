@@ -229,6 +229,7 @@ def _not_read(folder: str, other: str) -> list[str]:
         refusal(lambda: px.from_pretrained(folder, mesh, config=text)),
         refusal(lambda: px.from_pretrained(folder, mesh, invariant=px.Invariant())),
         refusal(lambda: px.from_pretrained(other, mesh)),
+        refusal(lambda: px.from_pretrained(f"{other}/mixture", mesh)),
         refusal(lambda: px.from_pretrained(f"{other}/unknown", mesh)),
     ]
 
@@ -241,6 +242,10 @@ def test_files_that_do_not_fit_a_model_of_images_are_refused_by_name(tmp_path: P
     for lost in ("vision_tower.pre_layrnorm.weight", "language_model.model.norm.weight"):
         del tensors[lost]
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    tiny_model("glm4v_moe").save_pretrained(other / "mixture")
+    tensors = load_file(other / "mixture" / "model.safetensors")
+    del tensors["model.language_model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(tensors, other / "mixture" / "model.safetensors", {"format": "pt"})
     unknown = transformers.CONFIG_MAPPING["aya_vision"](
         architectures=["AyaVisionForConditionalGeneration"],
         text_config={"model_type": "opt", "num_hidden_layers": 1},
@@ -253,6 +258,7 @@ def test_files_that_do_not_fit_a_model_of_images_are_refused_by_name(tmp_path: P
         "config must be a LlavaConfig",
         "no output head",
         "model.language_model.norm.weight of shape (64,) is missing",
+        "layers.1.mlp.gate.e_score_correction_bias of shape (6,) is missing",
         "text_config is of 'opt', but served are",
     ]
     pool(2).assert_says(_not_read, str(folder), str(other), words=words)
