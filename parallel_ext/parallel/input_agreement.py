@@ -115,7 +115,8 @@ class Agreement:
             contents = {name: content_digest(tensor) for name, tensor in tensors.items()}
             error = self._out_of_vocabulary(tensors, ignore_index)
             number = 0 if piece is None else piece.number()
-        digest = xxhash.xxh3_128_digest(repr((op_name, fields, contents)).encode())
+        compared = op_name, sorted(fields.items()), sorted(contents.items())  # in any order
+        digest = xxhash.xxh3_128_digest(repr(compared).encode())
         record = digest + (b"error" if error else b"").ljust(8, b"\0")
         record_and_number = record + (number % 2**64).to_bytes(8, "little")
         control, tp = self.mesh.control, self.mesh.tp_control

@@ -12,7 +12,15 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import assert_within, batch, gradients_of, mesh_of, parallel, shard_differences
+from reference import (
+    assert_within,
+    batch,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+)
 from reference_mixtral import Layout, batches, parity
 from safetensors.torch import load_file, save_file
 from test_specs import OfSpec
@@ -197,6 +205,23 @@ def _other_corrections(after: bool) -> None:
 def test_corrections_that_differ_between_ranks_are_refused(after: bool, words: str) -> None:
     words = f"model.layers.1.mlp.gate.e_score_correction_bias {words}"
     pool(2).assert_raises(_other_corrections, after, error="DisagreementError", words=words)
+
+
+def _masks_in_other_orders() -> dict[str, float]:
+    """The ranks have a mask for each kind of layers, which rank 1 lists the other way round."""
+    reference, mesh, ids = OfSpec("gpt_oss").model().eval(), mesh_of(), batch(101)["input_ids"]
+    causal = torch.full((1, 1, 9, 9), float("-inf"), dtype=torch.float64).triu(1)
+    kinds = ["full_attention", "sliding_attention"][:: 1 - 2 * mesh.tp_rank]
+    masks = {kind: causal for kind in kinds}
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=masks).logits
+        ours = parallel(reference, mesh)(ids, attention_mask=masks).logits
+    return {"logits": difference(ours, expected)}
+
+
+def test_masks_of_kinds_of_layers_may_be_in_another_order_on_each_rank() -> None:
+    """As with a static cache: transformers takes the kinds from a set, whose order is random."""
+    assert_within(pool(2).run(_masks_in_other_orders))
 
 
 def _refused(what: str) -> None:
