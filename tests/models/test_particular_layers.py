@@ -244,6 +244,8 @@ def _refused(what: str) -> None:
     else:
         model = parallel(OfSpec("gpt_oss").model(), mesh)
         options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+        if what == "adapters by the name of the experts":
+            options = {"target_modules": ["q_proj", "experts"]}
         peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
@@ -256,6 +258,7 @@ def _refused(what: str) -> None:
         ("key heads", 4, "has 3 key heads, fewer than tp=4"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
         ("adapters of experts", 2, "nor do those of GPT-OSS"),
+        ("adapters by the name of the experts", 2, "and head; these experts take no adapter"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(what: str, ranks: int, words: str) -> None:
