@@ -2,12 +2,12 @@
 
 One all-gather of 32 bytes per forward. Different inputs, or a bad id on one rank, then raise the
 same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo. In
-training a parameter that several ranks hold joins it in turn, so that drift is noticed.
+training a tensor that several ranks hold joins it in turn, so that drift is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,13 +70,17 @@ class Agreement:
         vocab_size: V; ids are checked against it before any collective.
         deferred: leave the values on the device and compare them one call later, so that nothing
             waits for it. Shapes, dtypes and modes are always compared at once.
+        buffers: names of the buffers that all ranks hold.
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int, deferred: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, vocab_size: int, deferred: bool, buffers: Collection[str]
+    ) -> None:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
         self._previous: _DeviceContents | None = None
         first = mesh.dp_rank * mesh.tp_size
-        self._replicas = ReplicaCycle(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
+        ranks = tuple(range(first, first + mesh.tp_size))
+        self._replicas = ReplicaCycle(ranks, mesh.world_size, buffers)
 
     @disable_compiler
     def check(

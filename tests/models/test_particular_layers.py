@@ -207,6 +207,21 @@ def test_corrections_that_differ_between_ranks_are_refused(after: bool, words: s
     pool(2).assert_raises(_other_corrections, after, error="DisagreementError", words=words)
 
 
+def _corrected_by_own_counts(tp: int) -> None:
+    """Each rank moves its corrections by what it counts itself, as a plain loop does."""
+    mesh, tiny = mesh_of(tp), OfSpec("glm4_moe", dtype=torch.float32)
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh)
+    model.model.layers[1].mlp.gate.e_score_correction_bias += 1e-3 * mesh.rank
+    for _ in range(40):
+        model(**batch(101)).loss.backward()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_training_notices_corrections_that_differ_between_ranks(tp: int) -> None:
+    words = "e_score_correction_bias differs between ranks 0 and 1"
+    pool(2).assert_raises(_corrected_by_own_counts, tp, error="DisagreementError", words=words)
+
+
 def _masks_in_other_orders() -> dict[str, float]:
     """The ranks have a mask for each kind of layers, which rank 1 lists the other way round."""
     reference, mesh, ids = OfSpec("gpt_oss").model().eval(), mesh_of(), batch(101)["input_ids"]
