@@ -31,13 +31,11 @@ import parallel_ext as px
 
 @dataclass(frozen=True)
 class WithoutShared(OfSpec):
-    """An ERNIE none of whose experts sees all tokens."""
-
-    kind: str = "ernie4_5_moe"
+    """A mixture none of whose experts sees all tokens; that of a GLM-4.5 is there, and empty."""
 
     def config(self) -> transformers.PreTrainedConfig:
         config = super().config()
-        config.moe_num_shared_experts = 0
+        config.moe_num_shared_experts = config.n_shared_experts = 0
         return config
 
 
@@ -56,9 +54,10 @@ def test_training_equals_the_single_process(case: str) -> None:
     assert_within(pool(layout.world).run(parity, OfSpec(kind), layout, zero), 1e-5)
 
 
-def test_a_model_without_a_shared_expert_is_trained_as_one_with_it() -> None:
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe"])
+def test_a_model_without_a_shared_expert_is_trained_as_one_with_it(kind: str) -> None:
     layout = Layout(1, 2, 2)
-    assert_within(pool(layout.world).run(parity, WithoutShared(), layout, None), 1e-5)
+    assert_within(pool(layout.world).run(parity, WithoutShared(kind), layout, None), 1e-5)
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
