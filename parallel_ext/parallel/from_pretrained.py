@@ -35,6 +35,7 @@ from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding._torch_private import without_wrappers
 from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import local_part
 
@@ -143,10 +144,11 @@ def from_pretrained(
         _check_equal(model, dtype, mesh, op_name)
         parallelize(model, mesh, **options)
 
+        # As transformers saves it with save_original_format=False, experts are whole in the files.
+        layout = state_of(model).layout.for_files(directory.shapes)
         mesh.control.run_on_all(
-            op_name, lambda: _check(directory, model, vocab_size, given is not None)
+            op_name, lambda: _check(directory, model, layout, vocab_size, given is not None)
         )
-        layout = state_of(model).layout
         fp32 = kept_in_fp32(model, dtype)
         directory.load_into(model, mesh, layout, op_name, dtype, device, fp32)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
@@ -162,6 +164,7 @@ def from_pretrained(
 def _check(
     directory: HFDirectory,
     model: transformers.PreTrainedModel,
+    in_memory: ModelLayout,
     vocab_size: int | None,
     may_have_fewer_layers: bool,
 ) -> None:
@@ -174,20 +177,19 @@ def _check(
             warn_user(f"{directory.path}: the first {number} of {in_files} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
-    layout = state.layout.in_files()
+    layout = in_memory.in_files()
     unused = directory.drop_unused(ignored_in_files(model), layout.tensors)
     if unused and state.mesh.rank == 0:
         warn_user(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
             f"{type(model).__name__} has no such layers"
         )
-    made_by_model = layout.buffers - _of_mixtures(state)
+    made_by_model = layout.buffers - _of_mixtures(state, in_memory)
     directory.check(replace(layout, buffers=made_by_model), state.spec.vocabulary)
 
 
-def _of_mixtures(state: ParallelState) -> set[str]:
+def _of_mixtures(state: ParallelState, layout: ModelLayout) -> set[str]:
     """Return the names in files of buffers by which experts are chosen; files must hold them."""
-    layout = state.layout
     sublayers = state.spec.sublayers(layout.keys())
     paths = tuple(f"{at}." for at, each in sublayers.items() if isinstance(each, MixtureNames))
     found = (name for name in layout.buffers if name.startswith(paths))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from reference import (
     parallel,
     shard_differences,
 )
-from reference_mixtral import Layout, batches, parity
+from reference_mixtral import Layout, TinyMixtral, batches, parity
 from safetensors.torch import load_file, save_file
 from test_specs import OfSpec
 from versions import needs_newer
@@ -173,6 +173,15 @@ def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) 
     assert_within([differences for differences, _ in found], 0.0)
     assert [len(told) for _, told in found] == [1, 0]
     assert "model.layers.61." in found[0][1][0]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "ernie4_5_moe", "minimax_m2"])
+def test_files_may_have_the_names_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
+    """Experts that are joined, and other names of routers and corrections."""
+    tiny = TinyMixtral() if kind == "mixtral" else OfSpec(kind)
+    tiny = replace(tiny, dtype=torch.float32)
+    tiny.model().save_pretrained(tmp_path, save_original_format=False)
+    assert_within([differences for differences, _ in pool(2).run(_loaded, str(tmp_path))], 0.0)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2"])
