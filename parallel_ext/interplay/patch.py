@@ -259,6 +259,7 @@ def _start_trainer(
     check_class(self)
     check_given(self, (args, *rest), kwargs)
     trained_together.train_together(model)
+    run_extensions()  # of what was imported after the model was loaded
     plain(self, model, args, *rest, **kwargs)
     joining.remember(self)
     check_served(self)

@@ -92,9 +92,11 @@ def refuse_mixture(
         return
     for path, _ in model.named_modules():
         if path.endswith(mixture.experts) and check_target_module_exists(config, path):
+            reached = experts_tensors(model)
+            experts = f", and experts by target_parameters={reached}" if reached else ""
             raise NotImplementedError(
-                f"{op_name}: an adapter on {path} is not supported; target attention and head, and "
-                f"experts by target_parameters={experts_tensors(model)}"
+                f"{op_name}: an adapter on {path} is not supported; target attention and head"
+                + (experts or "; these experts take no adapter")
             )
 
 

@@ -270,14 +270,15 @@ class RegionNames:
         for name, joined in self.inputs.items():
             weight = f"{path}.{name}.weight"
             rows = shapes[weight][0] // joined
-            unit = rows // (num_heads or rows)
+            unit = rows // (num_heads or rows or 1) or 1  # rows may be none
             found[weight] = shard_joined(weight, shapes[weight], 0, [rows] * joined, tp_size, unit)
             found |= _bias_beside(found[weight], shapes)
         for name in self.outputs:
             if self.merges and f"{path}.{name}.bias" in shapes:
                 raise ValueError(f"{path}.{name} has a bias, which each of the ranks would add")
             columns = shapes[f"{path}.{name}.weight"][1]
-            ranges = split(columns, tp_size, columns // (num_heads or columns))
+            unit = columns // (num_heads or columns or 1) or 1
+            ranges = split(columns, tp_size, unit)
             found |= _shard_columns(f"{path}.{name}", shapes, ranges)
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding._torch_private import own_parameters
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.named_shards import named_shards
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 from parallel_ext.sharding.slices import local_part
 
 PIECE_BYTES = 2**20
@@ -143,34 +143,35 @@ class _Place(NamedTuple):
 
 
 class ReplicaCycle:
-    """A cycle through the parameters that several ranks of a group hold, in pieces of 1 MiB.
+    """A cycle through what several ranks of a group hold of a model, in pieces of 1 MiB.
 
-    One pass over a model takes as many calls as it has such parameters; one of more than 1 MiB
-    takes a call for each.
+    One pass over a model takes as many calls as it has such parameters and buffers; one of more
+    than 1 MiB takes a call for each.
 
     Args:
         ranks: of the job, those of the group.
         world_size: of the job.
+        buffers: names of the buffers that all ranks hold, such as corrections of a router.
     """
 
-    def __init__(self, ranks: tuple[int, ...], world_size: int) -> None:
-        self._ranks, self._world_size = ranks, world_size
+    def __init__(self, ranks: tuple[int, ...], world_size: int, buffers: Collection[str]) -> None:
+        self._ranks, self._world_size, self._buffers = ranks, world_size, buffers
         self._pieces: Iterator[_Place] = iter(())
         self._now: _Place | None = None
 
     def __deepcopy__(self, memo: object) -> ReplicaCycle:
-        return ReplicaCycle(self._ranks, self._world_size)
+        return ReplicaCycle(self._ranks, self._world_size, self._buffers)
 
     def now(self, model: nn.Module) -> ReplicaPiece | None:
         """Return the piece to compare now; None if no two ranks of the group share a shard."""
         if self._now is None:
             self._now = next(self._pieces, None)
-        if self._now is None or _parameter(model, self._now.name) is None:  # of a deleted adapter
+        if self._now is None or _tensor(model, self._now.name) is None:  # of a deleted adapter
             self._pieces = self._pass_over(model)
             self._now = next(self._pieces, None)
         if self._now is None:
             return None
-        values = local_part(_parameter(model, self._now.name).detach()).reshape(-1)
+        values = local_part(_tensor(model, self._now.name).detach()).reshape(-1)
         # Cloned, since FSDP could not free a gathered weight while its digest is computed.
         own = values[self._now.part].clone()
         return ReplicaPiece(self._now.name, own, self._ranks, self._now.primaries)
@@ -180,7 +181,12 @@ class ReplicaCycle:
         self._now = None
 
     def _pass_over(self, model: nn.Module) -> Iterator[_Place]:
-        for name, parameter, layout in list(named_shards(model)):
+        buffers = (
+            (name, buffer, TensorLayout(name, tuple(buffer.shape)))
+            for name, buffer in persistent_buffers(model)
+            if name in self._buffers
+        )
+        for name, parameter, layout in [*named_shards(model), *buffers]:
             same = primaries(layout, self._world_size)
             places = [same[rank] for rank in self._ranks]
             firsts = tuple(map(places.index, places))
@@ -192,10 +198,15 @@ class ReplicaCycle:
                 yield _Place(name, slice(start, start + at_once), firsts)
 
 
-def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
-    """Return a parameter, or what ``functional_call`` has put in its place; None if it is gone."""
+def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a parameter, or what ``functional_call`` has put in its place, or a buffer.
+
+    None if it is gone.
+    """
     path, _, attribute = name.rpartition(".")
     try:
-        return own_parameters(model.get_submodule(path)).get(attribute)
+        module = model.get_submodule(path)
     except AttributeError:
         return None
+    found = own_parameters(module).get(attribute)
+    return dict(module.named_buffers(recurse=False)).get(attribute) if found is None else found

@@ -79,11 +79,11 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
     Every rank has what is beside that model.
 
     Args:
-        module: it holds one parallel model.
+        module: it holds one parallel model, or is it.
         inside: that model's layout.
     """
-    ((path, _),) = parallel_parts(module).items()
-    layout, first_name = _below(f"{path}.", inside), {}
+    (prefix,) = beginnings_inside(module)
+    layout, first_name = _below(prefix, inside), {}
     tensors, tied = dict(layout.tensors), dict(layout.tied)
     for name, tensor in tensors_beside(module):
         if (first := first_name.setdefault(id(tensor), name)) == name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from parallel_ext.models import SPECS
 from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.beside import (
+    beginnings_inside,
     check_equal_beside,
     layout_around,
     parallel_parts,
@@ -152,12 +152,19 @@ def from_pretrained(
         names = {} if inner is model else names_in_model(model, directory.shapes)
         parallelize(inner, mesh, **options)
 
+        spec, inside = state_of(model).spec, state_of(model).layout
+        directory.rename(lambda name: names.get(name) or spec.from_image_files(name))
+        # As transformers saves it with save_original_format=False, experts are whole in the files.
+        layout = layout_around(model, inside).for_files(directory.shapes)
         mesh.control.run_on_all(
-            op_name, lambda: _check(directory, model, names, vocab_size, given is not None)
+            op_name, lambda: _check(directory, model, layout, vocab_size, given is not None)
         )
-        fp32 = kept_in_fp32(model, dtype)
-        for each, layout in _parts(directory, model):
-            directory.load_into(each, mesh, layout, op_name, dtype, device, fp32)
+        (prefix,) = beginnings_inside(model)
+        directory.rename(lambda name: name.removeprefix(prefix))
+        loads = op_name, dtype, device, kept_in_fp32(model, dtype)
+        directory.load_into(inner, mesh, inside.for_files(directory.shapes), *loads)
+        if inner is not model:  # what is around it is on meta still
+            directory.load_into(model, mesh, layout, *loads)
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
         _check_same_files(model, mesh, op_name)
     model.to(device)  # the buffers
@@ -187,63 +194,41 @@ def _decoder_in(model: transformers.PreTrainedModel) -> transformers.PreTrainedM
     return decoder
 
 
-def _parts(
-    directory: HFDirectory, model: transformers.PreTrainedModel
-) -> Iterator[tuple[nn.Module, ModelLayout]]:
-    """Yield what is loaded one after the other, and its layout: the decoder, and all around it."""
-    ((path, inner),) = parallel_parts(model).items()
-    layout = state_of(inner).layout
-    if path:
-        around = layout_around(model, layout)
-        directory.rename(lambda name: name.removeprefix(f"{path}."))
-    yield inner, layout
-    if path:
-        yield model, around
-
-
 def _check(
     directory: HFDirectory,
     model: transformers.PreTrainedModel,
-    names: dict[str, str],
+    layout: ModelLayout,
     vocab_size: int | None,
     may_have_fewer_layers: bool,
 ) -> None:
-    """Raise unless the files hold the model; behind its vocabulary they may hold zeros.
-
-    ``names`` are those of tensors in files of a model of images -> those in the model.
-    """
-    state = state_of(model)
-    ((path, _),) = parallel_parts(model).items()
-    prefix = f"{path}." if path else ""
-    if path and vocab_size is not None:
+    """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
+    state, (prefix,) = state_of(model), beginnings_inside(model)
+    if prefix and vocab_size is not None:
         raise CheckpointError(f"{directory.path}: vocab_size= is served for models of text alone")
-    directory.rename(lambda name: names.get(name) or state.spec.from_image_files(name))
     if may_have_fewer_layers:
         layers = f"{prefix}{state.spec.layers}"
         number = len(model.get_submodule(layers))
-        in_files = directory.drop_layers(layers, number)
-        if number < in_files and state.mesh.rank == 0:
-            warn_user(f"{directory.path}: the first {number} of {in_files} layers are loaded")
+        there = directory.drop_layers(layers, number)
+        if number < there and state.mesh.rank == 0:
+            warn_user(f"{directory.path}: the first {number} of {there} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
-    layout = layout_around(model, state.layout) if path else state.layout
-    layout = replace(layout, tied={**layout.tied, **tied_beside(model)}).in_files()
-    unused = directory.drop_unused(ignored_in_files(model), layout.tensors)
+    in_files = replace(layout, tied={**layout.tied, **tied_beside(model)}).in_files()
+    unused = directory.drop_unused(ignored_in_files(model), in_files.tensors)
     if unused and state.mesh.rank == 0:
         warn_user(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
             f"{type(model).__name__} has no such layers"
         )
-    made_by_model = layout.buffers - {f"{prefix}{name}" for name in _of_mixtures(state)}
-    directory.check(replace(layout, buffers=made_by_model), state.spec.vocabulary)
+    made_by_model = in_files.buffers - _of_mixtures(state, layout, prefix)
+    directory.check(replace(in_files, buffers=made_by_model), state.spec.vocabulary)
 
 
-def _of_mixtures(state: ParallelState) -> set[str]:
+def _of_mixtures(state: ParallelState, layout: ModelLayout, prefix: str) -> set[str]:
     """Return the names in files of buffers by which experts are chosen; files must hold them."""
-    layout = state.layout
-    sublayers = state.spec.sublayers(layout.keys())
-    paths = tuple(f"{at}." for at, each in sublayers.items() if isinstance(each, MixtureNames))
-    found = (name for name in layout.buffers if name.startswith(paths))
+    sublayers = state.spec.sublayers(state.layout.keys())
+    paths = [f"{prefix}{at}." for at, each in sublayers.items() if isinstance(each, MixtureNames)]
+    found = (name for name in layout.buffers if name.startswith(tuple(paths)))
     return {part.name for name in found for part in layout.parts_of(name)}
 
 

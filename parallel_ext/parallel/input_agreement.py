@@ -2,12 +2,12 @@
 
 One all-gather of 32 bytes per forward. Different inputs, or a bad id on one rank, then raise the
 same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo. In
-training a parameter that several ranks hold joins it in turn, so that drift is noticed.
+training a tensor that several ranks hold joins it in turn, so that drift is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,13 +70,17 @@ class Agreement:
         vocab_size: V; ids are checked against it before any collective.
         deferred: leave the values on the device and compare them one call later, so that nothing
             waits for it. Shapes, dtypes and modes are always compared at once.
+        buffers: names of the buffers that all ranks hold.
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int, deferred: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, vocab_size: int, deferred: bool, buffers: Collection[str]
+    ) -> None:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
         self._previous: _DeviceContents | None = None
         first = mesh.dp_rank * mesh.tp_size
-        self._replicas = ReplicaCycle(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
+        ranks = tuple(range(first, first + mesh.tp_size))
+        self._replicas = ReplicaCycle(ranks, mesh.world_size, buffers)
 
     @disable_compiler
     def check(
@@ -115,7 +119,8 @@ class Agreement:
             contents = {name: content_digest(tensor) for name, tensor in tensors.items()}
             error = self._out_of_vocabulary(tensors, ignore_index)
             number = 0 if piece is None else piece.number()
-        digest = xxhash.xxh3_128_digest(repr((op_name, fields, contents)).encode())
+        compared = op_name, sorted(fields.items()), sorted(contents.items())  # in any order
+        digest = xxhash.xxh3_128_digest(repr(compared).encode())
         record = digest + (b"error" if error else b"").ljust(8, b"\0")
         record_and_number = record + (number % 2**64).to_bytes(8, "little")
         control, tp = self.mesh.control, self.mesh.tp_control

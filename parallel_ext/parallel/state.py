@@ -89,7 +89,8 @@ class ParallelState(nn.Module):
         self.agreement: Agreement | None = None
         if options.agreement and mesh.tp_size > 1:
             vocab_size = plan.vocab_ranges[-1][1]
-            self.agreement = Agreement(mesh, vocab_size, deferred=mesh.device.type != "cpu")
+            deferred = mesh.device.type != "cpu"
+            self.agreement = Agreement(mesh, vocab_size, deferred, plan.layout.buffers)
         self.set_vocabulary(plan.layout, plan.vocab_ranges)
         self.partials, self.routings = partials, routings
         self.routing_counter: RoutingCounter | None = None
@@ -104,7 +105,7 @@ class ParallelState(nn.Module):
         self.fsdp_gradients: FSDPGradients | None = None
         self.generates = self.counts_share = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
-        self.replicas_over_dp = ReplicaCycle(tuple(ranks), mesh.world_size)
+        self.replicas_over_dp = ReplicaCycle(tuple(ranks), mesh.world_size, plan.layout.buffers)
         self.own_forward: Callable[..., Any] | None = None
         self.forward_ran = True
         self.drops = False

@@ -9,7 +9,7 @@ nothing else says where a tensor is: no shape of a shard is ever interpreted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -371,6 +371,11 @@ class ModelLayout(Mapping[str, TensorLayout]):
         tensors = {part.name: part.layout(self[part.source]) for part in parts}
         buffers = frozenset(part.name for part in parts if part.source in self.buffers)
         return replace(self, tensors=tensors, parts={}, buffers=buffers)
+
+    def for_files(self, names: Collection[str]) -> ModelLayout:
+        """Return the layout for files that hold tensors of these ``names``, some perhaps whole."""
+        parts = {name: parts for name, parts in self.parts.items() if name not in names}
+        return replace(self, parts=parts)
 
     @property
     def copy_size(self) -> int:

@@ -190,16 +190,18 @@ def _check_torch() -> None:
         )
 
 
-def _of_other_dtypes(whole: nn.Module) -> list[nn.Module]:
+def _of_other_dtypes(whole: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
     """Return the modules in ``whole`` that are trained in other dtypes, as a router in fp32.
 
-    FSDP shards what has one dtype together. What it has sharded already is left out.
+    FSDP shards what has one dtype together. What it has sharded already, or shall not, is left out.
     """
     own = {
         module: {
             parameter.dtype
             for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad and not hasattr(parameter, "to_local")
+            if parameter.requires_grad
+            and not hasattr(parameter, "to_local")
+            and parameter not in ignored
         }
         for module in whole.modules()
     }
@@ -218,9 +220,10 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     # FSDP cannot flatten what is empty.
     empty = {name: each for name, (each, _) in before.items() if each.numel() == 0}
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
+    ignored = {*averaged.values(), *empty.values()}
     options = {
         "reshard_after_forward": zero == 3,
-        "ignored_params": {*averaged.values(), *empty.values()},
+        "ignored_params": ignored,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
     }
     dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
@@ -230,9 +233,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 # Also with edp_size 1: no optimizer takes plain tensors and DTensors at once.
                 if isinstance(module, ExpertParallelExperts):
                     fully_shard(module, mesh=of_experts, **options)
-            for module in (*_of_other_dtypes(layer), layer):
+            for module in (*_of_other_dtypes(layer, ignored), layer):
                 fully_shard(module, mesh=dense, **options)
-    for module in (*_of_other_dtypes(model), model):
+    for module in (*_of_other_dtypes(model, ignored), model):
         fully_shard(module, mesh=dense, **options)
     # Before FSDP's, which gathers.
     model.register_forward_pre_hook(lambda *_: arrive("forward"), prepend=True)

@@ -281,6 +281,51 @@ def test_scripts_of_trl_equal_one_process_as_they_are(name: str, tp: int, tmp_pa
         assert entry == pytest.approx(of_plain, rel=1e-4, abs=1e-5)
 
 
+AFTERWARDS = """
+import sys
+import datasets
+import transformers
+
+directory, out, rows = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
+assert "trl.trainer.utils" not in sys.modules
+import trl
+
+data = [{"input_ids": list(range(3 + row, 10 + 2 * row))} for row in range(12)]
+args = trl.SFTConfig(
+    out,
+    max_steps=3,
+    logging_steps=1,
+    save_steps=3,
+    per_device_train_batch_size=int(rows),
+    use_cpu=True,
+    bf16=False,
+    report_to="none",
+    disable_tqdm=True,
+)
+tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+data = datasets.Dataset.from_list(data)
+trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+"""
+
+
+@needs_trainer
+def test_a_trl_that_is_imported_after_the_model_was_loaded_equals_one_process(
+    tmp_path: Path,
+) -> None:
+    """As ``import trl`` at the top of a script does, which imports the rest when it is used."""
+    script, directory = tmp_path / "script.py", tmp_path / "model"
+    script.write_text(AFTERWARDS)
+    _with_tokenizer(directory)
+    _run(tmp_path, sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
+    own = ["--tp=2", str(script), str(directory), str(tmp_path / "two"), "4"]
+    _run(tmp_path, *LAUNCHER, *own)
+    plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
+    assert len(found) == len(plain) == 3
+    for entry, of_plain in zip(found, plain, strict=True):
+        assert entry == pytest.approx(of_plain, rel=1e-4)
+
+
 def _step(
     optimizer: torch.optim.Optimizer, loss: torch.Tensor, clipped: Any, most: float
 ) -> list[float]:

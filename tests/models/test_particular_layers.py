@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,16 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import assert_within, batch, gradients_of, mesh_of, parallel, shard_differences
-from reference_mixtral import Layout, batches, parity
+from reference import (
+    assert_within,
+    batch,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+)
+from reference_mixtral import Layout, TinyMixtral, batches, parity
 from safetensors.torch import load_file, save_file
 from test_specs import OfSpec
 from versions import needs_newer
@@ -23,13 +31,11 @@ import parallel_ext as px
 
 @dataclass(frozen=True)
 class WithoutShared(OfSpec):
-    """An ERNIE none of whose experts sees all tokens."""
-
-    kind: str = "ernie4_5_moe"
+    """A mixture none of whose experts sees all tokens; that of a GLM-4.5 is there, and empty."""
 
     def config(self) -> transformers.PreTrainedConfig:
         config = super().config()
-        config.moe_num_shared_experts = 0
+        config.moe_num_shared_experts = config.n_shared_experts = 0
         return config
 
 
@@ -48,9 +54,10 @@ def test_training_equals_the_single_process(case: str) -> None:
     assert_within(pool(layout.world).run(parity, OfSpec(kind), layout, zero), 1e-5)
 
 
-def test_a_model_without_a_shared_expert_is_trained_as_one_with_it() -> None:
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe"])
+def test_a_model_without_a_shared_expert_is_trained_as_one_with_it(kind: str) -> None:
     layout = Layout(1, 2, 2)
-    assert_within(pool(layout.world).run(parity, WithoutShared(), layout, None), 1e-5)
+    assert_within(pool(layout.world).run(parity, WithoutShared(kind), layout, None), 1e-5)
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
@@ -168,6 +175,15 @@ def test_a_layer_that_transformers_ignores_in_files_is_left_out(tmp_path: Path) 
     assert "model.layers.61." in found[0][1][0]
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "ernie4_5_moe", "minimax_m2"])
+def test_files_may_have_the_names_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
+    """Experts that are joined, and other names of routers and corrections."""
+    tiny = TinyMixtral() if kind == "mixtral" else OfSpec(kind)
+    tiny = replace(tiny, dtype=torch.float32)
+    tiny.model().save_pretrained(tmp_path, save_original_format=False)
+    assert_within([differences for differences, _ in pool(2).run(_loaded, str(tmp_path))], 0.0)
+
+
 @pytest.mark.parametrize("kind", ["glm4_moe", "minimax_m2"])
 def test_files_without_the_corrections_are_refused(kind: str, tmp_path: Path) -> None:
     OfSpec(kind, dtype=torch.float32).model().save_pretrained(tmp_path)
@@ -199,6 +215,38 @@ def test_corrections_that_differ_between_ranks_are_refused(after: bool, words: s
     pool(2).assert_raises(_other_corrections, after, error="DisagreementError", words=words)
 
 
+def _corrected_by_own_counts(tp: int) -> None:
+    """Each rank moves its corrections by what it counts itself, as a plain loop does."""
+    mesh, tiny = mesh_of(tp), OfSpec("glm4_moe", dtype=torch.float32)
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh)
+    model.model.layers[1].mlp.gate.e_score_correction_bias += 1e-3 * mesh.rank
+    for _ in range(40):
+        model(**batch(101)).loss.backward()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_training_notices_corrections_that_differ_between_ranks(tp: int) -> None:
+    words = "e_score_correction_bias differs between ranks 0 and 1"
+    pool(2).assert_raises(_corrected_by_own_counts, tp, error="DisagreementError", words=words)
+
+
+def _masks_in_other_orders() -> dict[str, float]:
+    """The ranks have a mask for each kind of layers, which rank 1 lists the other way round."""
+    reference, mesh, ids = OfSpec("gpt_oss").model().eval(), mesh_of(), batch(101)["input_ids"]
+    causal = torch.full((1, 1, 9, 9), float("-inf"), dtype=torch.float64).triu(1)
+    kinds = ["full_attention", "sliding_attention"][:: 1 - 2 * mesh.tp_rank]
+    masks = {kind: causal for kind in kinds}
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=masks).logits
+        ours = parallel(reference, mesh)(ids, attention_mask=masks).logits
+    return {"logits": difference(ours, expected)}
+
+
+def test_masks_of_kinds_of_layers_may_be_in_another_order_on_each_rank() -> None:
+    """As with a static cache: transformers takes the kinds from a set, whose order is random."""
+    assert_within(pool(2).run(_masks_in_other_orders))
+
+
 def _refused(what: str) -> None:
     mesh = mesh_of()
     if what == "Invariant":
@@ -219,18 +267,21 @@ def _refused(what: str) -> None:
     else:
         model = parallel(OfSpec("gpt_oss").model(), mesh)
         options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+        if what == "adapters by the name of the experts":
+            options = {"target_modules": ["q_proj", "experts"]}
         peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
 @pytest.mark.parametrize(
     ("what", "ranks", "words"),
     [
-        ("Invariant", 2, "experts chosen by other scores than a softmax"),
+        ("Invariant", 2, "experts chosen by a corrected softmax"),
         ("heads", 4, "has 6 heads, which tp=4 does not divide"),
-        ("delta rules", 2, "q_norm is a Qwen3_5RMSNorm"),
+        ("delta rules", 2, "a gated delta rule"),
         ("key heads", 4, "has 3 key heads, fewer than tp=4"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
         ("adapters of experts", 2, "nor do those of GPT-OSS"),
+        ("adapters by the name of the experts", 2, "and head; these experts take no adapter"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(what: str, ranks: int, words: str) -> None:

@@ -603,3 +603,19 @@ def test_a_gradient_that_a_hook_has_kept_does_not_change_with_the_next() -> None
     grad_sync._add_sum(parameter, torch.full((3,), 5.0))
     assert torch.equal(kept[0], torch.full((3,), 2.0))
     assert torch.equal(parameter.grad, torch.full((3,), 7.0))
+
+
+def _trained_whole_in_bf16() -> tuple[dict[str, float], int]:
+    """Adapters, which PEFT makes in fp32, and norms of each layer, which stay bf16."""
+    mesh, tiny = mesh_of(1), Tiny(dtype=torch.bfloat16)
+    options = {"r": 3, "target_modules": ["o_proj"], "modules_to_save": ["input_layernorm"]}
+    plain, model = adapted_pair(tiny.model, mesh, **options)
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    px.data_parallel(model, mesh)
+    return gradient_differences(plain, model, *own_batch(tiny, mesh)), len(kinds)
+
+
+def test_what_an_adapter_trains_whole_may_have_another_dtype() -> None:
+    for differences, kinds in pool(2).run(_trained_whole_in_bf16):
+        assert kinds == 2
+        assert max(differences.values()) < 0.1  # of bf16
