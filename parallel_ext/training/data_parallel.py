@@ -190,23 +190,26 @@ def _check_torch() -> None:
         )
 
 
-def _of_other_dtypes(whole: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
+def _of_other_dtypes(whole: nn.Module, ignored: set[nn.Parameter], frozen: bool) -> list[nn.Module]:
     """Return the modules in ``whole`` that are trained in other dtypes, as a router in fp32.
 
     FSDP shards what has one dtype together. What it has sharded already, or shall not, is left out.
+    With ``frozen`` modules that may be trained later are among them.
     """
     own = {
         module: {
             parameter.dtype
             for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad
+            if (frozen or parameter.requires_grad)
             and not hasattr(parameter, "to_local")
             and parameter not in ignored
         }
         for module in whole.modules()
     }
     found = [dtype for dtypes in own.values() for dtype in dtypes]
-    return [each for each, dtypes in own.items() if each is not whole and dtypes - {*found[:1]}]
+    others = [each for each, dtypes in own.items() if each is not whole and dtypes - {*found[:1]}]
+    inner = {each for outer in others for each in outer.modules() if each is not outer}
+    return [each for each in others if each not in inner]
 
 
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
@@ -233,9 +236,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 # Also with edp_size 1: no optimizer takes plain tensors and DTensors at once.
                 if isinstance(module, ExpertParallelExperts):
                     fully_shard(module, mesh=of_experts, **options)
-            for module in (*_of_other_dtypes(layer, ignored), layer):
+            for module in (*_of_other_dtypes(layer, ignored, frozen=True), layer):
                 fully_shard(module, mesh=dense, **options)
-    for module in (*_of_other_dtypes(model, ignored), model):
+    for module in (*_of_other_dtypes(model, ignored, frozen=False), model):
         fully_shard(module, mesh=dense, **options)
     # Before FSDP's, which gathers.
     model.register_forward_pre_hook(lambda *_: arrive("forward"), prepend=True)

@@ -65,15 +65,20 @@ def _dtypes(model: Any) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in tensors}
 
 
-def _as_loaded(source: str) -> tuple[dict[str, float], int]:
-    """A bf16 model from files, trained at dp 2, beside that of transformers."""
+def _as_loaded(source: str, frozen: str = "") -> tuple[dict[str, float], int]:
+    """A bf16 model from files, trained at dp 2, beside that of transformers.
+
+    What is ``frozen`` while the model is sharded is trained afterwards.
+    """
     mesh = mesh_of(1)
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.bfloat16, experts_implementation="eager"
     ).train()
     model = px.from_pretrained(source, mesh, dtype=torch.bfloat16).train()
     assert _dtypes(model) == _dtypes(plain)
-    model = px.data_parallel(model, mesh, zero=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    model = px.data_parallel(model, mesh, zero=3).requires_grad_(True)
     whole, own = batches(OfSpec("glm4_moe"), mesh.dp_size)
     model(**own[mesh.dp_rank]).loss.backward()
     plain(**whole).loss.backward()
@@ -86,6 +91,14 @@ def test_a_router_stays_fp32_in_a_bf16_model_and_is_trained_so(tmp_path: Path) -
     OfSpec("glm4_moe", dtype=torch.float32).model().save_pretrained(tmp_path)
     for differences, kinds in pool(2).run(_as_loaded, str(tmp_path)):
         assert kinds == 2
+        assert max(differences.values()) < 0.1  # of bf16
+
+
+@needs_newer("a router in fp32")
+@pytest.mark.parametrize("frozen", ["gate.weight", "self_attn"])
+def test_what_was_frozen_may_be_trained_later(frozen: str, tmp_path: Path) -> None:
+    OfSpec("glm4_moe", dtype=torch.float32).model().save_pretrained(tmp_path)
+    for differences, _ in pool(2).run(_as_loaded, str(tmp_path), frozen):
         assert max(differences.values()) < 0.1  # of bf16
 
 
