@@ -33,5 +33,6 @@ DEEPSEEK_V2 = replace(
         route=_route,
         experts_class="DeepseekV2Experts",
         num_experts="num_experts",
+        fixed_bits=False,
     ),
 )
