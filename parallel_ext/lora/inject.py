@@ -34,7 +34,7 @@ from parallel_ext.nn.biased_experts import BiasedExperts
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
-from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.nn.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.adopting import adopt_trained
 from parallel_ext.parallel.beside import beginnings_inside
 from parallel_ext.parallel.joining import arrive, remember
@@ -152,6 +152,20 @@ def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) ->
             f"{op_name}: embedding and head ({' and '.join(ends)}) share one weight, and adapters "
             "on both ends cannot share it; target one of the two, or untie them"
         )
+
+
+def refuse_borrowed_weight(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
+    """Refuse to train a head as a whole whose weight is that of the embedding in a decoder.
+
+    PEFT's copy would have no weight, and nothing would be trained.
+    """
+    kept = tuple(config.modules_to_save or ())
+    for path, module in model.named_modules():
+        if isinstance(module, TiedHead) and path.endswith(kept):
+            raise NotImplementedError(
+                f"{op_name}: modules_to_save names {path}, whose weight is that of the embedding "
+                "in the parallel decoder; leave it out, or untie it before px.parallelize"
+            )
 
 
 def experts_tensors(model: nn.Module) -> list[str]:
@@ -293,6 +307,7 @@ def inject_adapter(
         refuse_parameters(model, config, op_name)
         refuse_whole(model, config, op_name, state)
         refuse_both_ends(model, config, op_name)
+        refuse_borrowed_weight(model, config, op_name)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)

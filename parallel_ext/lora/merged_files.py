@@ -91,7 +91,10 @@ class _Adapter:
     def find_text_model(self, model: HFDirectory) -> None:
         """Find out whether the files are of a model with images, and the adapter of its text."""
         text, own = spec_of_text(model.config), {*self.changed, *self.whole}
-        if text is not None and own.isdisjoint(model.shapes):
+        if text is None:
+            return
+        of_text = {text.from_image_files(name) for name in model.shapes} - model.shapes.keys()
+        if own.isdisjoint(model.shapes) or own & of_text:  # a head has one name in both
             self.of_text = text
 
     def named(self, in_files: str) -> str:
@@ -242,13 +245,13 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"{model.path}: the vocabulary was resized; merge with PEFT"
             )
         trained = name.rpartition(".")[0].endswith(tuple(own.config.modules_to_save or ()))
-        if trained and shape[0] == config.get("vocab_size") and _ties(model):
+        if trained and shape[0] == config.get("vocab_size") and _ties(config):
             raise CheckpointError(
                 f"{own.file.path}: {name} was trained whole, but {model.path} has one tensor for "
                 "embedding and head, and would have both changed; untie them first"
             )
     for name in own.changed:
-        if "embedding a" in own.factors.get(name, ()) and _ties(model):
+        if "embedding a" in own.factors.get(name, ()) and _ties(config):
             raise CheckpointError(
                 f"{own.file.path}: {model.path} has one tensor for embedding and head, and merging "
                 f"into {name} would change both; untie them first"
@@ -258,11 +261,11 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
             raise CheckpointError(f"{model.path}: {name} is of {dtypes[name]}, not floating")
 
 
-def _ties(model: HFDirectory) -> bool:
+def _ties(config: dict[str, Any]) -> bool:
     """Return whether the head of a model is its embedding, by its configuration or its class."""
-    if "tie_word_embeddings" in model.config:
-        return bool(model.config["tie_word_embeddings"])
-    kind = model.config.get("model_type")
+    if "tie_word_embeddings" in config:
+        return bool(config["tie_word_embeddings"])
+    kind = config.get("model_type")
     return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind]().tie_word_embeddings
 
 

@@ -101,7 +101,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(tmp_path:
     changes: dict[str, Any] = {
         "target_modules": [*LINEARS, "in_proj_z"],
         "alpha_pattern": {"^model.layers.0.mlp.down_proj": 3},  # the text model's own path
-        "modules_to_save": ["norm"],
+        "modules_to_save": ["norm", "lm_head"],
     }
     expected = _trained(text, adapter, **changes).merge_and_unload().state_dict()
     merged_files.merge_files(adapter, base, out)
@@ -113,6 +113,19 @@ def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(tmp_path:
     assert sum(not torch.equal(found[n], plain[n]) for n in plain) > 8
     read = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.allclose(read[name], each) for name, each in expected.items())
+
+
+def test_the_text_configuration_alone_may_tie_the_ends(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_model("qwen3_5").save_pretrained(base)
+    content = json.loads((base / "config.json").read_text())
+    content.pop("tie_word_embeddings", None)
+    content["text_config"]["tie_word_embeddings"] = True
+    (base / "config.json").write_text(json.dumps(content))
+    text = transformers.AutoModelForCausalLM.from_pretrained(base)
+    _trained(text, adapter, modules_to_save=["embed_tokens"])
+    with pytest.raises(px.CheckpointError, match="untie them first"):
+        merged_files.merge_files(adapter, base, tmp_path / "out")
 
 
 def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,22 @@ def test_what_reaches_beyond_the_decoder_is_named() -> None:
     assert "PEFT adapts these too: model.vision_tower" in warned[0]
 
 
+def _head_kept() -> list[str]:
+    tied, untied = (_pair(kind, Layout(1, 2, 1).mesh())[1] for kind in ("tied llava", "llava"))
+    of_text = r".*language_model.*\.q_proj"
+    config = px.LoraConfig(r=2, target_modules=of_text, modules_to_save=["lm_head"])
+    trained = peft.get_peft_model(untied, config).get_parameter(
+        "base_model.model.lm_head.modules_to_save.default.weight"
+    )
+    assert trained.requires_grad
+    return [refusal(lambda: peft.get_peft_model(tied, config))]
+
+
+def test_an_adapter_cannot_train_a_head_whose_weight_is_in_the_decoder() -> None:
+    words = ["modules_to_save names lm_head, whose weight is that of the embedding"]
+    pool(2).assert_says(_head_kept, words=words)
+
+
 class Tied(nn.Module):
     """A decoder with a head of the user's own that is tied to its embedding, and has a bias."""
 
