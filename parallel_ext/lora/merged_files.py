@@ -229,7 +229,7 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     if own.of_text is not None:
         config = config["text_config"] | config
     if own.factors.keys() - shapes.keys() and (own.of_text or config.get("model_type") in SPECS):
-        plain = build_on_meta(model, configurations(model, None)[0], None)
+        plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
         own.find_experts(layout_of(plain, spec_for(plain), tp_size=1))
     missing = sorted({*own.changed, *own.whole} - shapes.keys())
     if missing:
