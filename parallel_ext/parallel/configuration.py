@@ -97,8 +97,8 @@ def configurations(
         raise CheckpointError(f"{path}: {problem}")
     model_type, of_images = own or content.get("model_type"), is_of_images(content)
     if not isinstance(model_type, str) or not (model_type in SPECS or of_images):
-        text = spec_of_text(content)
-        why = why_unserved(model_type, text and text.model_type)
+        spec = spec_of_text(content)
+        why = why_unserved(model_type, spec and spec.model_type)
         if "auto_map" in content:
             why = "; custom code that comes with files is not run"
         raise CheckpointError(
