@@ -390,7 +390,8 @@ def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str
     if not state.routings or not state.spec.mixture.balances:
         return False
     asked = arguments.get("output_router_logits")
-    return bool(model.config.output_router_logits if asked is None else asked)
+    # Decoders in models of images of transformers 5.15 have no such field.
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
 
 
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:

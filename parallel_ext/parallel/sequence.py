@@ -281,7 +281,9 @@ class WantLogits(_OfOwnTokens):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         asked = kwargs.get("output_router_logits")
-        self.own.wants_logits = module.config.output_router_logits if asked is None else bool(asked)
+        if asked is None:
+            asked = getattr(module.config, "output_router_logits", False)
+        self.own.wants_logits = bool(asked)
 
 
 class GatherAll(_OfOwnTokens):

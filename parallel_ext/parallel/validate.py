@@ -135,8 +135,9 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if spec.attention:
         of_config += _ATTENTION_CONFIG_ATTRIBUTES
     if spec.mixture:
-        of_model += _BALANCE_MODEL_ATTRIBUTES if spec.mixture.balances and spec.head else ()
-        of_config += ("output_router_logits",) if spec.mixture.balances else ()
+        balances = spec.mixture.balances and spec.head is not None
+        of_model += _BALANCE_MODEL_ATTRIBUTES if balances else ()
+        of_config += ("output_router_logits",) if balances else ()
         of_config += (spec.mixture.num_experts,)
         of_config += (spec.mixture.jitter,) if spec.mixture.jitter else ()
     of_config += spec.of_logits
