@@ -20,6 +20,7 @@ from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
 from parallel_ext.parallel.beside import (
+    beginnings_inside,
     layout_around,
     parallel_parts,
     parameters_beside,
@@ -174,8 +175,7 @@ class OwnModule(WholeModel):
     """
 
     def __init__(self, module: nn.Module, inner: WholeModel) -> None:
-        ((path, _),) = parallel_parts(module).items()
-        self._inner, self._prefix = inner, f"{path}."
+        self._inner, (self._prefix,) = inner, beginnings_inside(module)
         layout = layout_around(module, inner.layout)
         self._beside = {
             name: tensor.detach()

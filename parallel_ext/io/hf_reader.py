@@ -272,7 +272,8 @@ class HFDirectory:
         """Give the tensors other names, but for one whose new name another has."""
         names, taken = {}, {*self.file_of}
         for name in self.file_of:
-            names[name] = name if new(name) in taken else new(name)
+            other = new(name)
+            names[name] = name if other in taken else other
             taken.add(names[name])
 
         def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def check_attention(config: Any, device: torch.device) -> None:
         )
 
 
-def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
+def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
     """Raise a ValueError unless all that a spec describes can be computed in blocks.
 
     ``names`` are those of the model's parameters.

@@ -140,8 +140,9 @@ class ModelSpec:
 
     def from_image_files(self, name: str) -> str:
         """Return the name in the text model of a tensor in files of a model with images."""
-        prefix = f"{self.in_image_files}."
-        return self.in_decoder + name.removeprefix(prefix) if name.startswith(prefix) else name
+        if self.in_image_files is None or not name.startswith(f"{self.in_image_files}."):
+            return name
+        return self.in_decoder + name.removeprefix(f"{self.in_image_files}.")
 
     @property
     def vocabulary(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,13 @@ def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments.update(arguments.pop(parameter.name, {}))
     return arguments
+
+
+def wants_router_logits(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call of the forward, or else the configuration, asks for router logits."""
+    asked = arguments.get("output_router_logits")
+    # Decoders in models of images of transformers 5.15 have no such field.
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
 
 
 @lru_cache

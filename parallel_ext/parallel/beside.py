@@ -83,6 +83,8 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
         inside: that model's layout.
     """
     (prefix,) = beginnings_inside(module)
+    if not prefix:
+        return inside
     layout, first_name = _below(prefix, inside), {}
     tensors, tied = dict(layout.tensors), dict(layout.tied)
     for name, tensor in tensors_beside(module):

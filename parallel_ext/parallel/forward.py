@@ -26,7 +26,7 @@ from parallel_ext.nn.loss import (
 from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.arguments import arguments_of, has_own_loss
+from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_router_logits
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.no_logits import NoLogits
@@ -387,11 +387,8 @@ def _random_state(mesh: Mesh) -> torch.Tensor:
 
 def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
     """Return whether the class's forward adds a load balancing loss."""
-    if not state.routings or not state.spec.mixture.balances:
-        return False
-    asked = arguments.get("output_router_logits")
-    # Decoders in models of images of transformers 5.15 have no such field.
-    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+    balances = bool(state.routings) and state.spec.mixture.balances
+    return balances and wants_router_logits(model, arguments)
 
 
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:

@@ -58,7 +58,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
 
     ``leaves`` is the number of parts of a batch.
     """
-    names = {name: None for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_can_be_invariant(spec, names)
     if mesh.dp_size > leaves:
         raise ValueError(

@@ -34,6 +34,7 @@ from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.ops import Group
+from parallel_ext.parallel.arguments import wants_router_logits
 from parallel_ext.parallel.check_sequence import (
     POSITIONS,
     beside_experts,
@@ -280,10 +281,7 @@ class WantLogits(_OfOwnTokens):
     """A forward pre-hook of the decoder: says whether it is to return the routers' logits."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        asked = kwargs.get("output_router_logits")
-        if asked is None:
-            asked = getattr(module.config, "output_router_logits", False)
-        self.own.wants_logits = bool(asked)
+        self.own.wants_logits = wants_router_logits(module, kwargs)
 
 
 class GatherAll(_OfOwnTokens):
