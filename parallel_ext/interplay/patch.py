@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
+from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay import trained_together
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import adopting, joining
-from parallel_ext.parallel.configuration import served
+from parallel_ext.parallel.configuration import served, type_of_text
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.parallelize import parallelize
@@ -49,7 +50,7 @@ _PLACED = {
     *("device_map", "max_memory", "offload_folder", "offload_state_dict"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config"),
 }
-_UNUSED = {"_from_auto", "_commit_hash", "proxies", "trust_remote_code"}
+_UNUSED = {"_from_auto", "_commit_hash", "adapter_kwargs", "proxies", "trust_remote_code"}
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -77,8 +78,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     """Let HuggingFace scripts load parallel models from here on, and train them as one process.
 
     Every rank calls it, before it loads a model; ``torchrun -m parallel_ext.run`` does so before a
-    script begins. From then on ``from_pretrained`` of causal language models (Auto classes and
-    concrete ones) returns parallel models. Causal models from scratch, and classifiers, become
+    script begins. From then on ``from_pretrained`` of causal language models, and of models of
+    images and text, returns parallel models. Causal models from scratch, and classifiers, become
     parallel when they are given to an optimizer, a ``Trainer`` or ``get_peft_model``. An optimizer
     of a parallel model calls :func:`parallel_ext.data_parallel` where there are several dp ranks, a
     ``Trainer`` of one is a :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data
@@ -155,12 +156,16 @@ def _end_at_exit() -> None:
 
 
 def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``PreTrainedModel.from_pretrained`` to return parallel models of causal classes."""
+    """Extend ``PreTrainedModel.from_pretrained`` to return parallel models.
+
+    Of causal classes; and of those of images, where their files can be read by slices.
+    """
     patched = _patches[0]
-    if not adopting.is_causal(cls) or cls.__name__ in patched.options["plain"]:
+    if cls.__name__ in patched.options["plain"]:
         return plain(cls, source, *args, **kwargs)
-    adapter = (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
-    if adapter is not None:
+    if not adopting.is_causal(cls):
+        return _load_with_images(plain, cls, source, *args, **kwargs)
+    if (adapter := _adapter_of(kwargs)) is not None:
         raise NotImplementedError(
             f"px.patch: {adapter} holds an adapter of {source}; load that, then "
             "peft.PeftModel.from_pretrained(model, directory)"
@@ -176,11 +181,31 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
         )
     if args:
         raise TypeError(f"px.patch: {cls.__name__}.from_pretrained takes options by name")
-    config = kwargs.pop("config", None)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _PLACED | _UNUSED}
-    if not isinstance(config, transformers.PreTrainedConfig):
-        config, kwargs = _configuration(cls, source if config is None else config, kwargs)
+    config, kwargs = _configuration(cls, source, kwargs)
     return from_pretrained(source, patched.mesh, config=config, **kwargs)
+
+
+def _load_with_images(
+    plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load by slices what is a model of images around a served decoder; all else as it is."""
+    by_slices = adopting.is_of_images(cls) and _is_built_by_us(cls)
+    if args or not by_slices or _adapter_of(kwargs) is not None:
+        return plain(cls, source, *args, **kwargs)
+    config, options = _configuration(cls, source, kwargs)
+    if type_of_text(config) not in served() or config.architectures != [cls.__name__]:
+        return plain(cls, source, **kwargs)
+    joining.arrive(f"{cls.__name__}.from_pretrained")
+    try:
+        return from_pretrained(source, _patches[0].mesh, config=config, **options)
+    except CheckpointError as error:
+        warn_user(f"px.patch: each rank loads {cls.__name__} whole: {error}")
+    return plain(cls, source, **kwargs)
+
+
+def _adapter_of(kwargs: dict[str, Any]) -> Any:
+    """Return the directory that holds an adapter, which transformers has found, and no model."""
+    return (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
 
 
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -190,6 +215,11 @@ def _configuration(
     cls: type, source: Any, kwargs: dict[str, Any]
 ) -> tuple[transformers.PreTrainedConfig, dict[str, Any]]:
     """Return the configuration with the changes that are among the options, and other options."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _PLACED | _UNUSED}
+    config = kwargs.pop("config", None)
+    if isinstance(config, transformers.PreTrainedConfig):
+        return config, kwargs
+    source = source if config is None else config
     hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
     own = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
     rest = {name: value for name, value in kwargs.items() if name not in {*hub, *own}}

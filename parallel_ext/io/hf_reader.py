@@ -75,6 +75,7 @@ class HFDirectory:
         generation = self.path / GENERATION_CONFIG_NAME
         self.generation_config = read_json(generation) if os.path.lexists(generation) else None
         self._files: list[SafetensorsFile] = []
+        self._transposed: set[str] = set()
         self.file_of: dict[str, SafetensorsFile] = {}
         try:
             self._open()
@@ -283,6 +284,21 @@ class HFDirectory:
             file.tensors = renamed(file.tensors)
         self.shapes, self.dtypes = renamed(self.shapes), renamed(self.dtypes)
         self.file_of = renamed(self.file_of)
+        self._transposed = {names[name] for name in self._transposed}
+
+    def transpose(self, names: Iterable[str], layout: ModelLayout) -> None:
+        """Take tensors for transposed ones, as transformers does, where only so they fit a layout.
+
+        Args:
+            names: of the tensors, whose last two dimensions may lie in either order.
+            layout: of the model that shall be loaded.
+        """
+        for name in names:
+            shape = self.shapes.get(name, ())
+            other = (*shape[:-2], *shape[:-3:-1])
+            if name in layout and shape != layout[name].shape == other:
+                self.shapes[name] = other
+                self._transposed.add(name)
 
     def drop_unused(self, patterns: Iterable[str], used: Container[str]) -> list[str]:
         """Leave out, and return, the tensors that match a pattern and are not ``used``."""
@@ -376,7 +392,7 @@ class HFDirectory:
         }
         tensors = [*(whole for _, whole in wanted), *(layout[name] for name in buffers)]
         parts = [
-            Wanted(part.name, whole, part)
+            Wanted(part.name, whole, part, part.name in self._transposed)
             for whole in tensors
             for part in layout.parts_of(whole.name)
         ]

@@ -31,11 +31,13 @@ class Wanted:
         name: in the file.
         whole: the tensor of the model that it is a part of, or one that is sharded like it.
         part: where it lies there.
+        transposed: whether the file has the last two dimensions of it in the other order.
     """
 
     name: str
     whole: TensorLayout
     part: Part
+    transposed: bool = False
 
 
 def steps_of(
@@ -71,6 +73,8 @@ def read_shard(
         CheckpointError: it cannot be read.
     """
     for box, place in part_views(shard, wanted.whole, wanted.part, rank):
+        if wanted.transposed:
+            box, place = (*box[:-2], box[-1], box[-2]), place.transpose(-1, -2)
         file.read_box(wanted.name, box, place, partial(reads.add, file))
 
 

@@ -61,6 +61,7 @@ QWEN3_VL_MOE_TEXT = replace(
         experts_class="Qwen3VLMoeTextExperts",
         gate_up_in_files=None,
         down_in_files=None,
+        transposed_in_files=True,
     ),
 )
 QWEN3_NEXT = replace(

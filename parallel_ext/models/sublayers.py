@@ -300,6 +300,8 @@ class MixtureNames:
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``. None where files have the
             parameters as they are.
+        transposed_in_files: whether ``gate_up`` and ``down`` may lie transposed in files, as in
+            those that Qwen3-VL was published in; transformers writes them as they are.
         others_in_files: further tensors of the sublayer that have another name in files.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
         block_jitter: attribute of the module, the same.
@@ -329,6 +331,7 @@ class MixtureNames:
     block_jitter: str | None = None
     balances: bool = True
     fixed_bits: bool = True
+    transposed_in_files: bool = False
     others_in_files: Mapping[str, str] = field(default_factory=dict)
     shared: RegionNames | None = None
     shared_gate: str | None = None

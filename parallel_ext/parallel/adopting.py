@@ -1,8 +1,8 @@
 """Plain models that a script has made, which become parallel once they are trained.
 
-In force by ``px.patch``: what ``from_pretrained`` of a causal language model returns is parallel at
-once, but a model from scratch, a classifier, or a decoder alone, may be one that only helps.
-Training says which.
+In force by ``px.patch``: what ``from_pretrained`` of a causal language model, or of one of images,
+returns is parallel at once, but a model from scratch, a classifier, or a decoder alone, may be one
+that only helps. Training says which.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ def is_causal(cls: type) -> bool:
     return any(base.__name__ in names for base in cls.__mro__) or cls.__name__.endswith(
         "ForCausalLM"
     )
+
+
+def is_of_images(cls: type) -> bool:
+    """Return whether a class is one of models of images and text of transformers."""
+    auto = transformers.models.auto.modeling_auto
+    return cls.__name__ in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
 
 def may_adopt(model: object) -> bool:

@@ -213,6 +213,16 @@ def _check(
             warn_user(f"{directory.path}: the first {number} of {there} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
+    mixtures = _mixtures(state, prefix)
+    directory.transpose(
+        (
+            f"{at}.{mixture.experts}.{name}"
+            for at, mixture in mixtures.items()
+            if mixture.transposed_in_files
+            for name in mixture.parameters
+        ),
+        layout,
+    )
     in_files = replace(layout, tied={**layout.tied, **tied_beside(model)}).in_files()
     unused = directory.drop_unused(ignored_in_files(model), in_files.tensors)
     if unused and state.mesh.rank == 0:
@@ -220,16 +230,21 @@ def _check(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "
             f"{type(model).__name__} has no such layers"
         )
-    made_by_model = in_files.buffers - _of_mixtures(state, layout, prefix)
+    # Files must hold the buffers by which experts are chosen.
+    of_mixtures = tuple(f"{at}." for at in mixtures)
+    found = (name for name in layout.buffers if name.startswith(of_mixtures))
+    made_by_model = in_files.buffers - {
+        part.name for name in found for part in layout.parts_of(name)
+    }
     directory.check(replace(in_files, buffers=made_by_model), state.spec.vocabulary)
 
 
-def _of_mixtures(state: ParallelState, layout: ModelLayout, prefix: str) -> set[str]:
-    """Return the names in files of buffers by which experts are chosen; files must hold them."""
+def _mixtures(state: ParallelState, prefix: str) -> dict[str, MixtureNames]:
+    """Map the paths of the mixtures in a model to their names."""
     sublayers = state.spec.sublayers(state.layout.keys())
-    paths = [f"{prefix}{at}." for at, each in sublayers.items() if isinstance(each, MixtureNames)]
-    found = (name for name in layout.buffers if name.startswith(tuple(paths)))
-    return {part.name for name in found for part in layout.parts_of(name)}
+    return {
+        f"{prefix}{at}": each for at, each in sublayers.items() if isinstance(each, MixtureNames)
+    }
 
 
 def _check_equal(

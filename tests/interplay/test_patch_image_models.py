@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from interplay_accelerate import processes, sgd_arguments
 from ranks import pool
 from reference import Tiny
 from reference_images import DECODERS, image_batch, tiny_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from versions import needs_trainer
 
@@ -153,6 +154,41 @@ def test_a_trainer_trains_it_by_the_labels_that_count(
     tmp_path: Path, kind: str, size: int, tp: int
 ) -> None:
     _compare(tmp_path, size, tp, kind, "trainer")
+
+
+def _loaded(directory: str, plain: tuple[str, ...] = ()) -> tuple[bool, bool, list[str]]:
+    """Whether a model is parallel when it is loaded, and once it has an optimizer; and warnings."""
+    with processes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        px.patch(tp=2, plain=plain)
+        try:
+            model = transformers.AutoModelForImageTextToText.from_pretrained(
+                directory, device_map="auto", attn_implementation="eager"
+            )
+            at_once = is_parallel(model)
+            if not plain:
+                torch.optim.SGD(model.parameters(), lr=0.1)
+            return at_once, is_parallel(model), [str(each.message) for each in caught]
+        finally:
+            px.unpatch()
+
+
+def test_it_is_parallel_when_it_is_loaded_or_once_it_is_trained(tmp_path: Path) -> None:
+    tiny_model("llava").save_pretrained(tmp_path)
+    for at_once, trained, _ in pool(2).run(_loaded, str(tmp_path)):
+        assert at_once
+        assert trained
+    plain = ("LlavaForConditionalGeneration",)
+    assert not any(at_once for at_once, *_ in pool(2).run(_loaded, str(tmp_path), plain))
+    tensors = load_file(tmp_path / "model.safetensors")
+    surplus = {**tensors, "vision_tower.of_another.weight": torch.zeros(2)}
+    save_file(surplus, tmp_path / "model.safetensors", {"format": "pt"})
+    for at_once, trained, warned in pool(2).run(_loaded, str(tmp_path)):
+        assert not at_once
+        assert trained
+        (why,) = (each for each in warned if "px.patch" in each)
+        assert "each rank loads LlavaForConditionalGeneration whole" in why
+        assert "vision_tower.of_another.weight" in why
 
 
 class Towers(nn.Module):

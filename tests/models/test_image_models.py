@@ -213,6 +213,20 @@ def test_each_rank_reads_its_part_of_the_decoder_and_all_around_it(
         assert of_weights <= 1e-7
 
 
+def test_experts_may_lie_transposed_in_files(tmp_path: Path) -> None:
+    tiny_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    assert len(experts) == 4
+    published = {name: tensors[name].mT.contiguous() for name in experts}
+    assert all(tensors[name].shape != each.shape for name, each in published.items())
+    save_file({**tensors, **published}, tmp_path / "model.safetensors", {"format": "pt"})
+    for held, of_losses, of_weights in pool(2).run(_read, str(tmp_path), "qwen3_vl_moe"):
+        assert held < 0.75
+        assert of_losses <= 1e-6
+        assert of_weights <= 1e-7
+
+
 def _not_read(folder: str, other: str) -> list[str]:
     mesh = px.init_mesh(tp=2)
     text = transformers.AutoConfig.from_pretrained(folder).text_config
