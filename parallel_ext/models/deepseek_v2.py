@@ -15,7 +15,7 @@ def _route(
     """Do what ``DeepseekV2TopkRouter`` does, in fp32; a group has the score of its best expert."""
     hidden = hidden_states.reshape(-1, router.hidden_dim)
     logits = product(hidden.float(), router.weight.float())
-    scores = logits.softmax(dim=-1, dtype=torch.float32)
+    scores = choose.softmax(logits)
     if router.topk_method == "group_limited_greedy":
         of_groups = scores.detach().unflatten(1, (router.num_group, -1)).amax(-1)
         allowed = within_groups(scores, of_groups, router.topk_group)
@@ -33,6 +33,5 @@ DEEPSEEK_V2 = replace(
         route=_route,
         experts_class="DeepseekV2Experts",
         num_experts="num_experts",
-        fixed_bits=False,
     ),
 )

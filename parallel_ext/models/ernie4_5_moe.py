@@ -18,7 +18,7 @@ def _route(
     device = "cpu" if hidden.is_meta else hidden.device.type  # which has no autocast
     with torch.autocast(device, enabled=False):
         logits = product(hidden.float(), router.weight.float())
-        scores = logits.softmax(dim=-1, dtype=torch.float32)
+        scores = choose.softmax(logits)
         expert_ids = choose.best(router.moe_statics(scores), router.top_k)
         weights = scores.gather(1, expert_ids)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)
@@ -35,7 +35,6 @@ ERNIE4_5_MOE = replace(
         experts_class="Ernie4_5_MoeExperts",
         shared=replace(MLP, name="shared_experts"),
         shared_gate=None,
-        fixed_bits=False,
         others_in_files={
             "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"
         },

@@ -48,7 +48,6 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
     low_ranks = any(each.in_parts for each in spec.regions)
     missing = {
         "no output head": spec.head is None,
-        "an attention through low ranks": low_ranks,
         "sublayers beside the decoder layers": bool(spec.regions)
         and not low_ranks
         and spec.model_type not in _SERVED_WITH_REGIONS,
@@ -58,7 +57,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
         "a gated delta rule": spec.delta_net is not None,
         "sinks or gates of heads": attention is not None
         and bool(attention.of_heads or attention.gated),
-        "experts chosen by a corrected softmax, or by one of the chosen alone": (
+        "experts chosen by a softmax of the chosen alone": (
             spec.mixture is not None and not spec.mixture.fixed_bits
         ),
         "norms over all heads that round before their weight": attention is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from parallel_ext.ops import ExchangePlan, moe_router
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input [..., K], weight [F, K]) -> [..., F], as ``nn.functional.linear``."""
 
-Sigmoid = Callable[[torch.Tensor], torch.Tensor]
-"""Logits -> their sigmoids, as ``torch.sigmoid``."""
+Scores = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [T, E] -> scores [T, E]."""
 
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(router, hidden states [..., H], choose, product, what else the router is given) -> logits
@@ -31,10 +32,11 @@ class Choose(Protocol):
     A route calls ``by_softmax`` or ``best``, once.
 
     Attributes:
-        sigmoid: of logits, for scores.
+        sigmoid, softmax: of logits, for scores.
     """
 
-    sigmoid: Sigmoid
+    sigmoid: Scores
+    softmax: Scores
 
     def by_softmax(
         self, logits: torch.Tensor, top_k: int, normalized: bool
@@ -43,6 +45,22 @@ class Choose(Protocol):
 
     def best(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         """Return the ids [T, top_k] of the highest scores [T, E], which get no gradient."""
+
+
+class Numerics(NamedTuple):
+    """How a router's numbers are computed; torch's way without arguments.
+
+    Attributes:
+        product: of its weight.
+        sigmoid, softmax: of its logits, the latter over all experts.
+    """
+
+    product: Product = nn.functional.linear
+    sigmoid: Scores = torch.sigmoid
+    softmax: Scores = partial(torch.softmax, dim=-1)
+
+
+TORCHS = Numerics()
 
 
 class OfAllTokens(Protocol):
@@ -71,8 +89,7 @@ class Routing:
 
     Args:
         route: what the router's class computes, with choice and product left to its arguments.
-        product: of the router's weight.
-        sigmoid: of its logits.
+        numerics: how its numbers are computed.
 
     Attributes:
         choice: that of the forward that is running, until its rows have a plan.
@@ -83,13 +100,9 @@ class Routing:
         own: says which tokens of all tp ranks a forward has; None where it has all.
     """
 
-    def __init__(
-        self,
-        route: Route,
-        product: Product = nn.functional.linear,
-        sigmoid: Sigmoid = torch.sigmoid,
-    ) -> None:
-        self.route, self.product, self.sigmoid = route, product, sigmoid
+    def __init__(self, route: Route, numerics: Numerics = TORCHS) -> None:
+        self.route, self.numerics = route, numerics
+        self.sigmoid, self.softmax = numerics.sigmoid, numerics.softmax
         watch_checkpoints()
         self.choice: _Choice | None = None
         self.rule: Rule | None = None
@@ -98,7 +111,7 @@ class Routing:
         self.own: OfAllTokens | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
-        copy = Routing(self.route, self.product, self.sigmoid)
+        copy = Routing(self.route, self.numerics)
         copy.rule, copy.own = self.rule, self.own
         return copy
 
@@ -106,7 +119,7 @@ class Routing:
         self, router: nn.Module, hidden_states: torch.Tensor, *others: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stand for the router's own forward."""
-        return self.route(router, hidden_states, self, self.product, *others)
+        return self.route(router, hidden_states, self, self.numerics.product, *others)
 
     def by_softmax(
         self, logits: torch.Tensor, top_k: int, normalized: bool

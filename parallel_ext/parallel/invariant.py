@@ -13,6 +13,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.invariant import (
     attention_blocks,
     check_attention,
@@ -33,7 +34,8 @@ from parallel_ext.nn.blocks import (
     replicated_linear,
 )
 from parallel_ext.nn.replicated import check_replicated, fix_replicated
-from parallel_ext.nn.routing import Routing
+from parallel_ext.nn.routing import Numerics, Routing
+from parallel_ext.nn.shared_key import SharedKey
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import ConfigOfRank, Replacer
@@ -51,6 +53,7 @@ _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread compu
 _HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm")
 _TRANSPOSED_HEAD_NORMS = ("Gemma3RMSNorm", "Exaone4RMSNorm", "HunYuanDenseV1RMSNorm")
 _OF_GEMMA = "Gemma3RMSNorm"  # which multiplies by 1 + weight in fp32
+_LATENT_ATTENTION = "parallel_ext_latent"  # its name in transformers
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
@@ -84,7 +87,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
         elif isinstance(sublayer, MixtureNames):
             _check_mixture(model, path, sublayer, mesh)
         elif sublayer in spec.regions:
-            _check_region(module, path, sublayer)
+            _check_region(module, path, sublayer, model.config)
         else:
             for name, child in module.named_children():
                 if name not in sublayer.modules() and _fixed(child) is None:
@@ -132,7 +135,15 @@ def _check_attention(module: nn.Module, config: Any, path: str, names: Attention
             )
 
 
-def _check_region(module: nn.Module, path: str, names: RegionNames) -> None:
+def _check_region(module: nn.Module, path: str, names: RegionNames, config: Any) -> None:
+    if names.in_parts:
+        _check_head_dim(path, max(module.qk_head_dim, module.v_head_dim))
+        if (attention := attention_of(config)) != "sdpa":
+            raise ValueError(
+                f"px.Invariant serves attention 'sdpa' through low ranks, as {path}, which has "
+                f'{attention!r}: pass attn_implementation="sdpa"'
+            )
+        return
     if names.heads is None:
         return
     for name, joined in names.inputs.items():
@@ -295,14 +306,40 @@ def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
         put.put(f"{path}.{name}", layer)
     if names.heads is not None:  # all its layers have the same blocks of heads
         num_heads = getattr(module, names.heads)
-        features = layer.out_features // len(layer.blocks)
-        own, _ = layer.blocks[0]
-        setattr(module, names.heads, own[-1][1] * num_heads // features)
+        features = layer.out_features // len(layer.blocks) // num_heads  # of a head
+        own, count = layer.blocks[0]
+        heads = Blocks(tuple((a // features, b // features) for a, b in own), count)
+        setattr(module, names.heads, heads.own[-1][1])
+        if names.in_parts:
+            module.shared_key = SharedKey(module.qk_rope_head_dim, heads, tp)
+            module.config = ConfigOfRank(module.config, _attn_implementation=_LATENT_ATTENTION)
     _replace_outputs(put, path, names.inputs, names.outputs)
 
 
+def _latent_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of :class:`SharedKey` as transformers' "sdpa", of one size of heads.
+
+    Of two sizes torch computes one product of all heads, whose bits may depend on their number.
+    """
+    heads, size = [query, module.shared_key(key), value], value.size(-1)
+    width = max(each.size(-1) for each in heads)
+    heads = [nn.functional.pad(each, (0, width - each.size(-1))) for each in heads]
+    output, _ = transformers.AttentionInterface()["sdpa"](module, *heads, mask, **options)
+    return output[..., :size], None
+
+
+transformers.AttentionInterface.register(_LATENT_ATTENTION, _latent_attention)
+
+
 def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
-    routing = put.routing(path, names, replicated_linear, ops.fixed_sigmoid)
+    routing = put.routing(path, names, _OF_ROUTERS)
     experts = f"{path}.{names.experts}"
     shards = put.shards(experts, (names.gate_up, names.down))
     mesh = put.mesh
@@ -313,6 +350,16 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     if names.shared_gate is not None:
         gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
         gate.forward = MethodType(_gate_logits, gate)
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Compute a softmax over experts with bits that depend on a token's logits alone."""
+    tokens, experts = logits.shape
+    every = torch.arange(experts, device=logits.device).expand(tokens, experts).contiguous()
+    return ops.moe_router(logits, experts, normalized=False, expert_ids=every)[0]
+
+
+_OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, _softmax)
 
 
 def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from parallel_ext.nn.linear import (
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.region import ChangeOutput, entered
-from parallel_ext.nn.routing import Product, Routing, Sigmoid
+from parallel_ext.nn.routing import TORCHS, Numerics, Routing
 from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
 from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -146,14 +146,14 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
 
 
 class ConfigOfRank:
-    """A configuration some of whose numbers are this rank's; all else is read from the model's.
+    """A configuration some of whose values are this rank's; all else is read from the model's.
 
     Args:
         config: of the model.
-        own: numbers of this rank, by name.
+        own: values of this rank, by name.
     """
 
-    def __init__(self, config: Any, **own: int) -> None:
+    def __init__(self, config: Any, **own: Any) -> None:
         self._config = config
         vars(self).update(own)
 
@@ -360,11 +360,10 @@ class Replacer:
         self,
         path: str,
         names: MixtureNames,
-        product: Product = nn.functional.linear,
-        sigmoid: Sigmoid = torch.sigmoid,
+        numerics: Numerics = TORCHS,
     ) -> Routing:
         """Let the router of the mixture at ``path`` choose as the routing that is returned."""
-        routing = Routing(names.route, product, sigmoid)
+        routing = Routing(names.route, numerics)
         router = self.model.get_submodule(f"{path}.{names.router}")
         router.forward = partial(routing.forward, router)  # which deepcopy rebinds
         self.routings.append(routing)

@@ -60,6 +60,10 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
         OfSpec("phi3", dtype=torch.float32),
         {"lora_dropout": 0.1, "target_modules": "all-linear", "lora_bias": True},
     ),
+    "low ranks": (
+        OfSpec("deepseek_v3", dtype=torch.float32),
+        {"lora_dropout": 0.1, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]},
+    ),
     "experts": (
         TinyMixtral(dtype=torch.float32, num_experts=5, skew="an idle expert"),
         {

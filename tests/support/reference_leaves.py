@@ -41,6 +41,8 @@ KINDS = {
     "qwen3_moe": TinyQwen3Moe(dtype=torch.float32, tied=True, options=(("head_dim", 8),)),
     "glm4_moe": OfSpec("glm4_moe", dtype=torch.float32, heads=8, key_value_heads=4),
     "bf16 dots1": OfSpec("dots1", dtype=torch.bfloat16, heads=8, key_value_heads=4),
+    "deepseek_v3": OfSpec("deepseek_v3", dtype=torch.float32),
+    "bf16 deepseek_v2": OfSpec("deepseek_v2", dtype=torch.bfloat16),
 }
 INVARIANT = px.Invariant(8, leaves=5)
 ROWS, STEPS = 7, 2

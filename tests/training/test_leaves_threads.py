@@ -35,15 +35,21 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 20},
         **{"first_k_dense_replace": 0, "use_qk_norm": True},
     },
+    "deepseek_v2": {  # with as many, of a softmax
+        **{"n_routed_experts": 97, "num_experts_per_tok": 3, "n_shared_experts": 1},
+        **{"topk_method": "greedy", "moe_intermediate_size": 20, "first_k_dense_replace": 0},
+        **{"q_lora_rank": 60, "kv_lora_rank": 50, "num_key_value_heads": 4},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 40},
+    },
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},  # torch's LayerNorm
 }
-ALWAYS = ("qwen2_moe", "glm4_moe", "starcoder2")
+ALWAYS = ("qwen2_moe", "glm4_moe", "deepseek_v2", "starcoder2")
 
 
 def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
     """Losses, norms and gradients of two steps, and the digest."""
     torch.manual_seed(1)
-    made = transformers.CONFIG_MAPPING[kind](**SIZES, **KINDS[kind])
+    made = transformers.CONFIG_MAPPING[kind](**SIZES | KINDS[kind])
     reference = transformers.AutoModelForCausalLM.from_config(made).to(dtype).train()
     model = px.parallelize(reference, mesh_of(), invariant=px.Invariant(4, leaves=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
