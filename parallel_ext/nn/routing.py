@@ -32,7 +32,7 @@ class Choose(Protocol):
     A route calls ``by_softmax`` or ``best``, once.
 
     Attributes:
-        sigmoid, softmax: of logits, for scores.
+        sigmoid, softmax: of logits, for scores; as of :class:`Numerics`.
     """
 
     sigmoid: Scores
@@ -52,12 +52,12 @@ class Numerics(NamedTuple):
 
     Attributes:
         product: of its weight.
-        sigmoid, softmax: of its logits, the latter over all experts.
+        sigmoid, softmax: of its logits, the latter over all experts and in fp32.
     """
 
     product: Product = nn.functional.linear
     sigmoid: Scores = torch.sigmoid
-    softmax: Scores = partial(torch.softmax, dim=-1)
+    softmax: Scores = partial(torch.softmax, dim=-1, dtype=torch.float32)
 
 
 TORCHS = Numerics()
