@@ -34,6 +34,8 @@ def serve() -> None:
     extend(torch.autograd.grad, gradients.grad)
     extend(DistributedDataParallel.__init__, ddp.start_ddp)
     extend(PreTrainedModel.save_pretrained, own_modules.save_pretrained)
+    extend(PreTrainedModel.resize_token_embeddings, own_modules.resize_token_embeddings)
+    extend(PreTrainedModel.num_parameters, own_modules.num_parameters)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)
