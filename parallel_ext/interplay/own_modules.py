@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from parallel_ext.parallel.beside import parallel_parts, parameters_beside
 from parallel_ext.parallel.from_pretrained import full_state_dict
+from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.resize import resize_token_embeddings as resize
 from parallel_ext.parallel.state import is_parallel, own_state, state_of
@@ -79,6 +80,18 @@ def resize_token_embeddings(
             "px.parallelize"
         )
     return resize(self, *args, **options)
+
+
+def tie_weights(
+    plain: Callable[..., Any], self: PreTrainedModel, *args: Any, **options: Any
+) -> Any:
+    """Extend ``PreTrainedModel.tie_weights`` to put heads that know shards where it ties them."""
+    tied = plain(self, *args, **options)
+    for path, part in parallel_parts(self).items():
+        state = own_state(part)
+        if path and state.spec.head is None:
+            tie_again(heads_tied_to(part, state.spec.embedding), part, state.spec.embedding)
+    return tied
 
 
 def num_parameters(

@@ -8,6 +8,7 @@ with and without it.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -196,8 +197,10 @@ def _load_with_images(
     config, options = _configuration(cls, source, kwargs)
     if type_of_text(config) not in served() or config.architectures != [cls.__name__]:
         return plain(cls, source, **kwargs)
+    own = inspect.signature(from_pretrained).parameters
     try:
-        check_options(from_pretrained, parallelize, options)
+        others = {name: value for name, value in options.items() if name not in own}
+        check_options(from_pretrained, parallelize, others)
         dtype_of(options.get("dtype"), options.get("torch_dtype"))  # for parts, in transformers
     except (TypeError, ValueError) as error:
         warn_user(f"px.patch: each rank loads {cls.__name__} whole: {error}")

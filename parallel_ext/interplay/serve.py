@@ -35,6 +35,7 @@ def serve() -> None:
     extend(DistributedDataParallel.__init__, ddp.start_ddp)
     extend(PreTrainedModel.save_pretrained, own_modules.save_pretrained)
     extend(PreTrainedModel.resize_token_embeddings, own_modules.resize_token_embeddings)
+    extend(PreTrainedModel.tie_weights, own_modules.tie_weights)
     extend(PreTrainedModel.num_parameters, own_modules.num_parameters)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
