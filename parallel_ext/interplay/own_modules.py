@@ -1,4 +1,4 @@
-"""A model of a user's own, derived from transformers' class, that holds parallel models."""
+"""A model of transformers' class, or of one derived from it, that holds parallel models."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from parallel_ext.parallel.beside import parallel_parts, parameters_beside
 from parallel_ext.parallel.from_pretrained import full_state_dict
+from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.joining import call_together
-from parallel_ext.parallel.state import is_parallel, state_of
+from parallel_ext.parallel.resize import resize_token_embeddings as resize
+from parallel_ext.parallel.state import is_parallel, own_state, state_of
 from parallel_ext.sharding.shards import holds_shards
 
 
@@ -52,3 +56,61 @@ def save_pretrained(
         mesh.control.run_on_all(f"{type(self).__name__}.save_pretrained", write, patient=True)
 
     call_together(self, "save_pretrained", (save_directory,), options, gather_and_write)
+
+
+def resize_token_embeddings(
+    plain: Callable[..., Any], self: PreTrainedModel, *args: Any, **options: Any
+) -> nn.Module:
+    """Extend ``PreTrainedModel.resize_token_embeddings`` to models of images around a decoder.
+
+    The method of a parallel model is another one.
+
+    Raises:
+        NotImplementedError: the embedding is not that of the one parallel decoder in it.
+    """
+    if not is_parallel(self):
+        return plain(self, *args, **options)
+    parts = parallel_parts(self)
+    embeddings = [part.get_input_embeddings() for part in parts.values()]
+    with_head = any(part.get_output_embeddings() is not None for part in parts.values())
+    if own_state(self) is None and (with_head or embeddings != [self.get_input_embeddings()]):
+        raise NotImplementedError(
+            f"{type(self).__name__}.resize_token_embeddings is served where the model holds one "
+            f"parallel decoder, not {', '.join(parts)}; call that model's own, or resize before "
+            "px.parallelize"
+        )
+    return resize(self, *args, **options)
+
+
+def tie_weights(
+    plain: Callable[..., Any], self: PreTrainedModel, *args: Any, **options: Any
+) -> Any:
+    """Extend ``PreTrainedModel.tie_weights`` to put heads that know shards where it ties them."""
+    tied = plain(self, *args, **options)
+    for path, part in parallel_parts(self).items():
+        state = own_state(part)
+        if path and state.spec.head is None:
+            tie_again(heads_tied_to(part, state.spec.embedding), part, state.spec.embedding)
+    return tied
+
+
+def num_parameters(
+    plain: Callable[..., int],
+    self: PreTrainedModel,
+    only_trainable: bool = False,
+    exclude_embeddings: bool = False,
+) -> int:
+    """Extend ``PreTrainedModel.num_parameters`` to count whole parallel models in a model."""
+    parts = parallel_parts(self)
+    if not parts or "" in parts:
+        return plain(self, only_trainable, exclude_embeddings)
+    embeddings = (each for each in self.modules() if isinstance(each, nn.Embedding))
+    left_out = {id(each.weight) for each in embeddings} if exclude_embeddings else ()
+    beside = sum(
+        parameter.numel()
+        for parameter in parameters_beside(self).values()
+        if id(parameter) not in left_out and (parameter.requires_grad or not only_trainable)
+    )
+    return beside + sum(
+        part.num_parameters(only_trainable, exclude_embeddings) for part in parts.values()
+    )

@@ -8,6 +8,7 @@ with and without it.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -34,6 +35,7 @@ from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served, type_of_text
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
+from parallel_ext.parallel.options import check_options, dtype_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel
 from parallel_ext.sharding.shards import holds_shards
@@ -194,6 +196,14 @@ def _load_with_images(
         return plain(cls, source, *args, **kwargs)
     config, options = _configuration(cls, source, kwargs)
     if type_of_text(config) not in served() or config.architectures != [cls.__name__]:
+        return plain(cls, source, **kwargs)
+    own = inspect.signature(from_pretrained).parameters
+    try:
+        others = {name: value for name, value in options.items() if name not in own}
+        check_options(from_pretrained, parallelize, others)
+        dtype_of(options.get("dtype"), options.get("torch_dtype"))  # for parts, in transformers
+    except (TypeError, ValueError) as error:
+        warn_user(f"px.patch: each rank loads {cls.__name__} whole: {error}")
         return plain(cls, source, **kwargs)
     joining.arrive(f"{cls.__name__}.from_pretrained")
     try:

@@ -115,12 +115,6 @@ REFUSALS = [
         "PreTrainedModel.set_decoder PreTrainedModel.set_encoder PreTrainedModel.set_use_kernels",
         "change the model before px.parallelize",
     ),
-    *_each(  # of a class around a parallel decoder; a parallel model has a method of its own
-        "transformers.modeling_utils",
-        "PreTrainedModel.resize_token_embeddings",
-        "resize before px.parallelize",
-        Where.ALWAYS,
-    ),
     *_each(
         "transformers.modeling_utils",
         "PreTrainedModel.save_distributed_checkpoint",

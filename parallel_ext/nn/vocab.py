@@ -359,6 +359,10 @@ class TiedHead(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return self.tied_to.weight if name == "weight" else super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight" or value is not self.tied_to.weight:  # which ties it once more
+            super().__setattr__(name, value)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         embedding = self.tied_to
         own = _own_logits(input, self.weight, None, embedding.group)

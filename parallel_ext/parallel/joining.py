@@ -100,6 +100,11 @@ def stop() -> None:
     _meetings.clear()
 
 
+def may_meet() -> bool:
+    """Return whether ranks join each other's saves, as they do under ``px.patch``."""
+    return bool(_meetings)
+
+
 def remember(target: Any) -> None:
     """Number a model or trainer, which every rank makes, so that others join its saves."""
     _known[next(_numbers)] = target

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,15 +17,17 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
 from parallel_ext.nn.stale_parameters import mark_replaced
-from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.nn.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
-from parallel_ext.parallel.state import ParallelState, state_of
+from parallel_ext.parallel.carried_optimizer import CarriedOptimizer
+from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 
 _OP_NAME = "resize_token_embeddings"
 
 _Rows = VocabParallelEmbedding | VocabParallelHead
+_Beside = TiedHead | nn.Linear | None  # the head of a model of images, around its decoder
 
 
 @torch.no_grad()
@@ -50,7 +51,8 @@ def resize_token_embeddings(
     HuggingFace's method it would train a head that is in no model.)
 
     Args:
-        model: a parallel model.
+        model: a parallel model, or one of images around a parallel decoder, whose head is whole on
+            each rank or tied to the embedding.
         new_num_tokens: rows of embedding and head afterwards; as many as before when None.
         pad_to_multiple_of: round that up to a multiple of this. As in HuggingFace the rows added so
             are rows like any other, which ``config.vocab_size`` counts and files hold. Ranks need
@@ -59,7 +61,7 @@ def resize_token_embeddings(
             one table at a time, in its CPU memory; else as the class initialises its weights.
         optimizer: continues with the new parameters: states that have an element for each of a
             parameter's, as momentum, keep their rows by id and are 0 for new ones; ``step`` and the
-            like stay as they are.
+            like stay as they are. Not of a model of images.
         allow_fewer_rows: accept fewer rows than before, but more than this rank holds: scripts ask
             for them by mistake, since they take ``embedding.weight.shape[0]`` for all rows.
 
@@ -88,41 +90,55 @@ def resize_token_embeddings(
         "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
     }
     require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
-    if state.invariant is not None or state.spec.head is None:
+    inner = model_of(model)
+    if optimizer is not None and model is not inner:
+        raise NotImplementedError(
+            f"{_OP_NAME}: optimizer= is served for models of text; build the optimizer afterwards"
+        )
+    if state.invariant is not None or (state.spec.head is None and model is inner):
         what = "px.Invariant" if state.spec.head else f"a parallel {type(model).__name__}"
         raise NotImplementedError(
             f"{_OP_NAME}: {what} does not serve it; resize before px.parallelize"
         )
-    embedding = model.get_submodule(state.spec.embedding)
-    head = model.get_submodule(state.spec.head)
+    embedding = inner.get_submodule(state.spec.embedding)
+    head = model.get_output_embeddings() if state.spec.head is None else None
+    sharded: list[_Rows] = [embedding]
+    if state.spec.head is not None:
+        sharded.append(inner.get_submodule(state.spec.head))
     numbers = new_num_tokens, pad_to_multiple_of
     rows = mesh.control.run_on_all(
-        _OP_NAME, lambda: _check(state, embedding, head, *numbers, allow_fewer_rows)
+        _OP_NAME, lambda: _check(state, sharded, head, *numbers, allow_fewer_rows)
     )
     if rows == embedding.num_embeddings:
         return embedding
     ranges = split(rows, mesh.tp_size, state.vocab_multiple_of)
     if optimizer is not None:
-        carried = _CarriedOptimizer(optimizer, _parameters(embedding, head), mesh)
-        for name, layout in _layouts(embedding, head).items():
+        carried = CarriedOptimizer(optimizer, _parameters(*sharded), mesh, _OP_NAME)
+        for name, layout in _layouts(*sharded).items():
             carried.reshard(
                 name, lambda old, layout=layout: _resharded(old, layout, None, ranges, mesh)
             )
     with _in_step(mesh):  # in HuggingFace's order
-        of_embedding = _resized(model, embedding, ranges, mean_resizing)
-        of_head = _resized(model, head, ranges, mean_resizing)
-    _put(embedding, of_embedding, ranges)
-    _put(head, {"weight": embedding.weight, **of_head} if head.tied else of_head, ranges)
+        resized = [_resized(model, each, ranges, mean_resizing) for each in sharded]
+        if isinstance(head, nn.Linear):
+            of_head = _resized(model, head, [(0, rows)], mean_resizing)
+    for each, shards in zip(sharded, resized, strict=True):
+        tied = {"weight": embedding.weight} if each is not embedding and each.tied else {}
+        _put(each, {**tied, **shards}, ranges)
+    if isinstance(head, nn.Linear):
+        _put_whole(head, of_head)
     if embedding.padding_idx is not None and embedding.padding_idx >= rows:
         embedding.padding_idx = None
     if optimizer is not None:
-        carried.give(_parameters(embedding, head))
-    tensors = {**state.layout.tensors, **_layouts(embedding, head)}
+        carried.give(_parameters(*sharded))
+    tensors = {**state.layout.tensors, **_layouts(*sharded)}
     state.set_vocabulary(replace(state.layout, tensors=tensors), ranges)
-    model.config.get_text_config().vocab_size = rows
+    for config in (model.config, inner.config):
+        config.get_text_config().vocab_size = rows
     model.vocab_size = rows
-    if hasattr(model.base_model, "vocab_size"):
-        model.base_model.vocab_size = rows
+    for each in (model.base_model, inner.base_model):
+        if hasattr(each, "vocab_size"):
+            each.vocab_size = rows
     return embedding
 
 
@@ -142,8 +158,8 @@ def _parameters(*modules: _Rows) -> dict[str, nn.Parameter]:
 
 def _check(
     state: ParallelState,
-    embedding: _Rows,
-    head: _Rows,
+    sharded: Sequence[_Rows],
+    head: _Beside,
     new_num_tokens: int | None,
     pad_to_multiple_of: int | None,
     allow_fewer_rows: bool,
@@ -157,9 +173,13 @@ def _check(
         raise RuntimeError(
             f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"
         )
-    kinds = {state.spec.embedding: VocabParallelEmbedding, state.spec.head: VocabParallelHead}
-    for (path, kind), module in zip(kinds.items(), (embedding, head), strict=True):
-        if type(module) is not kind:
+    embedding, *of_model = sharded
+    expected = [(state.spec.embedding, embedding, {VocabParallelEmbedding})]
+    expected += [(state.spec.head, each, {VocabParallelHead}) for each in of_model]
+    if head is not None:
+        expected.append(("the output head", head, {TiedHead, nn.Linear}))
+    for path, module, kinds in expected:
+        if type(module) not in kinds:
             raise RuntimeError(
                 f"{_OP_NAME}: {path} is a {type(module).__name__}; resize before an adapter is "
                 "added to it, or after it was merged"
@@ -170,7 +190,13 @@ def _check(
                     f"{_OP_NAME}: {path}.{attribute} has a gradient, which would be lost; call "
                     "optimizer.step() and optimizer.zero_grad() before"
                 )
-    head.check_ties(embedding, _OP_NAME)
+    for each in of_model:
+        each.check_ties(embedding, _OP_NAME)
+    if isinstance(head, TiedHead) and (head.tied_to is not embedding or head.bias is not None):
+        raise RuntimeError(
+            f"{_OP_NAME}: the output head has a bias, or is tied to another embedding; resize "
+            "before px.parallelize"
+        )
     old = embedding.num_embeddings
     rows = old if new_num_tokens is None else new_num_tokens
     multiple = pad_to_multiple_of or 1
@@ -209,23 +235,24 @@ def _from_first_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _resized(
-    model: nn.Module, module: _Rows, ranges: Sequence[Range], mean_resizing: bool
+    model: nn.Module, module: _Rows | nn.Linear, ranges: Sequence[Range], mean_resizing: bool
 ) -> dict[str, torch.Tensor]:
     """Return this rank's resized shards of a module, without the tied weight of a head."""
     mesh = state_of(model).mesh
     rows, shards = ranges[-1][1], dict(module.named_parameters())
     if isinstance(module, VocabParallelHead) and module.tied:
         del shards["weight"]
-    layouts = {name: module.layouts[name] for name in shards}
+    layouts = _layouts_in(module)
     old = {}
-    if mean_resizing and rows > module.layouts["weight"].shape[0]:
+    if mean_resizing and rows > layouts["weight"].shape[0]:
         old = gather_in_step(
-            {name: (shards[name], layouts[name]) for name in shards}, mesh, _OP_NAME
+            {name: (shard, layouts[name]) for name, shard in shards.items()}, mesh, _OP_NAME
         )
 
     def draw() -> dict[str, torch.Tensor]:
         if mesh.rank == 0:
-            return _added(model, module, shards, old, rows, mean_resizing)
+            kind = nn.Embedding if isinstance(module, VocabParallelEmbedding) else nn.Linear
+            return _added(model, kind, shards, layouts, old, rows, mean_resizing)
         return {
             name: shard.new_empty((0, *shard.shape[1:]), device="cpu")
             for name, shard in shards.items()
@@ -240,24 +267,25 @@ def _resized(
 
 def _added(
     model: nn.Module,
-    module: _Rows,
+    kind: type[nn.Module],
     shards: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, TensorLayout],
     old: Mapping[str, torch.Tensor],
     rows: int,
     mean_resizing: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the rows that HuggingFace adds to a full module; none where it shrinks.
+    """Return the rows that HuggingFace adds to a full module of a kind; none where it shrinks.
 
     Values of ``shards`` are not read; new rows may depend on the whole values, ``old``.
     """
-    old_rows, hidden = module.layouts["weight"].shape
+    old_rows, hidden = layouts["weight"].shape
     if "weight" not in shards:  # HuggingFace fills up the bias as it ties
         return {name: shard.new_zeros(max(0, rows - old_rows)) for name, shard in shards.items()}
     whole = {
-        name: old.get(name, shard.new_zeros(1, device="cpu").expand(module.layouts[name].shape))
+        name: old.get(name, shard.new_zeros(1, device="cpu").expand(layouts[name].shape))
         for name, shard in shards.items()
     }
-    if isinstance(module, VocabParallelEmbedding):
+    if kind is nn.Embedding:
         plain = nn.Embedding.from_pretrained(whole["weight"])
         plain = resized_embedding(model, plain, rows, mean_resizing)
     else:
@@ -293,7 +321,10 @@ def _resharded(
     own = kept_of[mesh.rank][1] - kept_of[mesh.rank][0]
 
     def fill() -> None:
-        _fetch(shard, layout, kept_of, out[:own], mesh)
+        if layout.is_replicated:
+            out[:own].copy_(shard[start : start + own])
+        else:
+            _fetch(shard, layout, kept_of, out[:own], mesh)
         if added is not None:
             whole = tuple((0, size) for size in (rows - kept, *layout.shape[1:]))
             held = ((whole,), *[()] * (mesh.world_size - 1))
@@ -323,6 +354,15 @@ def _fetch(
         Swap({layout.name: shard}, [[stripe] for stripe in stripes], [piece], mesh.control).run()
 
 
+def _layouts_in(module: _Rows | nn.Linear) -> Mapping[str, TensorLayout]:
+    """Return the layouts of a module's parameters by attribute; each rank has a plain one whole."""
+    if isinstance(module, nn.Linear):
+        return {
+            n: TensorLayout(f"lm_head.{n}", tuple(p.shape)) for n, p in module.named_parameters()
+        }
+    return module.layouts
+
+
 def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]) -> None:
     """Put resized shards into a module, and mark the parameters that it held as stale."""
     layouts = dict(module.layouts)
@@ -338,104 +378,11 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
     module.set_layouts(layouts)
 
 
-class _StateValue(NamedTuple):
-    """A value in an optimizer's state of a parameter, as it is on all ranks.
-
-    Attributes:
-        dtype: of a tensor; None for anything else.
-        value: None where it has an element for each of the parameter's; else what it is.
-    """
-
-    dtype: torch.dtype | None
-    value: Any
-
-
-class _CarriedOptimizer:
-    """An optimizer's states of some parameters, on their way to those that replace them.
-
-    Every rank makes it and calls its methods, in one order.
-
-    Args:
-        optimizer: of these parameters, of some of them, or of none.
-        parameters: those to be replaced, by logical name; this rank's shards.
-        mesh: the ranks.
-
-    Raises:
-        RuntimeError: a state has neither an element for each of its parameter's nor one for all, as
-            Adafactor's means over rows and columns; on all ranks.
-        DisagreementError: the ranks' optimizers differ.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
-        mesh: Mesh,
-    ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
-        self._shards: dict[str, dict[str, torch.Tensor]] = {}
-        held, own = mesh.control.run_on_all(_OP_NAME, self._look)
-        require_equal(mesh.control, _OP_NAME, dict.fromkeys(held, "in the optimizer"))
-        noun = "the optimizer's state of "
-        self._entries: dict[str, dict[str, _StateValue]] = require_equal(
-            mesh.control, _OP_NAME, own, _StateValue, partial=True, noun=noun
-        )
-
-    def _look(self) -> tuple[list[str], dict[str, dict[str, _StateValue]]]:
-        """Return the names that the optimizer holds, and the states of those with elements here.
-
-        Of the others torch's optimizers need none.
-        """
-        ids = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        held = [name for name, parameter in self._parameters.items() if id(parameter) in ids]
-        found: dict[str, dict[str, _StateValue]] = {}
-        for name in held:
-            if (parameter := self._parameters[name]).numel() == 0:
-                continue
-            found[name] = {}
-            for key, state in sorted(self._optimizer.state.get(parameter, {}).items()):
-                if not isinstance(state, torch.Tensor):
-                    found[name][key] = _StateValue(None, state)
-                elif state.dim() == 0:
-                    found[name][key] = _StateValue(state.dtype, state.item())
-                elif state.shape == parameter.shape:
-                    found[name][key] = _StateValue(state.dtype, None)
-                else:
-                    raise RuntimeError(
-                        f"{_OP_NAME}: {type(self._optimizer).__name__} holds {key} of {name} in "
-                        f"the shape {tuple(state.shape)}, of which no row belongs to a token; "
-                        "build another optimizer afterwards"
-                    )
-        return held, found
-
-    def reshard(self, name: str, resharded: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move the states of a parameter to the ranks that will have its rows.
-
-        Args:
-            name: of the parameter.
-            resharded: makes the new shard of the old one; called on all ranks.
-        """
-        parameter = self._parameters[name]
-        states = self._optimizer.state.get(parameter, {})
-        for key, entry in self._entries.get(name, {}).items():
-            if entry.dtype is not None and entry.value is None:
-                old = states.get(key)
-                if old is None:
-                    old = torch.empty_like(parameter, dtype=entry.dtype)
-                self._shards.setdefault(name, {})[key] = resharded(old)
-
-    def give(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let the optimizer hold other parameters by the same names, with the moved states."""
-        for name, new in parameters.items():
-            old = self._parameters[name]
-            for group in self._optimizer.param_groups:
-                group["params"] = [new if each is old else each for each in group["params"]]
-            states = self._optimizer.state.pop(old, {})
-            for key, entry in self._entries.get(name, {}).items():
-                if key in self._shards.get(name, {}):
-                    states[key] = self._shards[name][key]
-                elif key not in states:  # on a rank that had no rows
-                    dtype, value = entry
-                    states[key] = value if dtype is None else torch.tensor(value, dtype=dtype)
-            if states:
-                self._optimizer.state[new] = states
+def _put_whole(head: nn.Linear, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put resized tensors into a head that each rank has whole, as :func:`_put` puts shards."""
+    for name, tensor in tensors.items():
+        old = getattr(head, name)
+        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        setattr(head, name, new)
+        mark_replaced(old, new, f"lm_head.{name}", _OP_NAME)
+    head.out_features = len(head.weight)

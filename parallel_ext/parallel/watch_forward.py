@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.joining import arrive, may_meet
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of, state_of
 from parallel_ext.sharding._torch_private import tree_leaves
 
@@ -36,6 +37,34 @@ class _RefuseApart(_RefuseBypass):
             refuse_training_apart(getattr(self.model, STATE_NAME))
 
 
+class _MeetAtEmbedding:
+    """Lets ranks join the saves of others before a call of the embedding outside of the model.
+
+    As by a model of images, whose own forward looks up the rows of the text before the decoder's
+    begins, which would meet.
+
+    Args:
+        model: a parallel one, all of whose ranks run its forwards together.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._in_model = False
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+        embedding = model.get_submodule(getattr(model, STATE_NAME).spec.embedding)
+        embedding.register_forward_pre_hook(self._meet)
+
+    def _enter(self, *_: Any) -> None:
+        self._in_model = True
+
+    def _leave(self, *_: Any) -> None:
+        self._in_model = False
+
+    def _meet(self, *_: Any) -> None:
+        if not self._in_model:
+            arrive("a call of the embedding")
+
+
 def is_trained_apart(model: nn.Module) -> bool:
     """Return whether nobody sums the gradients of the dp ranks of a model that is trained."""
     state: ParallelState = getattr(model, STATE_NAME)
@@ -56,6 +85,8 @@ def watch_forward(model: nn.Module) -> None:
         heads = [] if spec.head is None else [own.get_submodule(spec.head)]
         for module in (*own.get_submodule(spec.layers), *heads):
             module.register_forward_pre_hook(refuse)
+        if getattr(own, STATE_NAME).mesh.dp_size == 1 and may_meet():
+            _MeetAtEmbedding(own)
         if getattr(own, STATE_NAME).mesh.dp_size > 1:
             own.get_submodule(spec.decoder).register_forward_pre_hook(_RefuseApart(own))
 

@@ -156,14 +156,16 @@ def test_a_trainer_trains_it_by_the_labels_that_count(
     _compare(tmp_path, size, tp, kind, "trainer")
 
 
-def _loaded(directory: str, plain: tuple[str, ...] = ()) -> tuple[bool, bool, list[str]]:
+def _loaded(
+    directory: str, plain: tuple[str, ...] = (), **options: Any
+) -> tuple[bool, bool, list[str]]:
     """Whether a model is parallel when it is loaded, and once it has an optimizer; and warnings."""
     with processes(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         px.patch(tp=2, plain=plain)
         try:
             model = transformers.AutoModelForImageTextToText.from_pretrained(
-                directory, device_map="auto", attn_implementation="eager"
+                directory, device_map="auto", attn_implementation="eager", **options
             )
             at_once = is_parallel(model)
             if not plain:
@@ -189,6 +191,76 @@ def test_it_is_parallel_when_it_is_loaded_or_once_it_is_trained(tmp_path: Path) 
         (why,) = (each for each in warned if "px.patch" in each)
         assert "each rank loads LlavaForConditionalGeneration whole" in why
         assert "vision_tower.of_another.weight" in why
+
+
+def _loaded_with(directory: str) -> list[tuple[bool, bool, list[str]]]:
+    return [
+        _loaded(directory, revision=None, token=None),
+        _loaded(directory, key_mapping={"^of_another": "model"}),
+        _loaded(directory, dtype={"text_config": torch.float32, "": torch.float64}),
+        _loaded(directory, ignore_mismatched_sizes=True),
+    ]
+
+
+def test_an_option_of_transformers_alone_loads_it_whole_until_it_is_trained(
+    tmp_path: Path,
+) -> None:
+    tiny_model("llava").save_pretrained(tmp_path)
+    for served, *others in pool(2).run(_loaded_with, str(tmp_path)):
+        assert served[0]
+        assert not any("px.patch" in each for each in served[2])
+        words = ("key_mapping", "dtype must be", "ignore_mismatched_sizes")
+        for (at_once, trained, warned), why in zip(others, words, strict=True):
+            assert not at_once
+            assert trained
+            (warning,) = (each for each in warned if "px.patch" in each)
+            assert "each rank loads LlavaForConditionalGeneration whole" in warning
+            assert why in warning
+
+
+def _changed(directory: str, kind: str, tp: int | None) -> list[float]:
+    """Losses of a model that gets more tokens, or a tie, before its optimizer; rank 0 saves it."""
+    with processes():
+        if tp is not None:
+            px.patch(tp=tp)
+        try:
+            model = _model(directory, kind).train()
+            if kind == "tied later":
+                model.config.tie_word_embeddings = True
+                model.config.text_config.tie_word_embeddings = True
+                model.tie_weights()
+            else:
+                torch.manual_seed(3)
+                model.resize_token_embeddings(110)
+                model.tie_weights()  # once more, where they are tied
+            batch = image_batch(4)
+            batch["pixel_values"] = batch["pixel_values"].float()
+            losses = []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(STEPS):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if torch.distributed.get_rank() == 0:
+                    model.save_pretrained(f"{directory}/{tp}")
+                losses.append(loss.item())
+            torch.distributed.barrier()
+            return losses
+        finally:
+            px.unpatch()
+
+
+@pytest.mark.parametrize("kind", ["tied llava", "llava", "tied later"])
+def test_what_a_script_changes_before_its_optimizer_is_trained_and_saved(
+    tmp_path: Path, kind: str
+) -> None:
+    tiny_model("llava" if kind == "tied later" else kind).float().save_pretrained(tmp_path)
+    (expected,) = pool(1).run(_changed, str(tmp_path), kind, None)
+    for found in pool(2).run(_changed, str(tmp_path), kind, 2, timeout_s=60.0):
+        assert found == pytest.approx(expected, rel=1e-5)
+    plain, ours = (load_file(tmp_path / f"{tp}/model.safetensors") for tp in (None, 2))
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 class Towers(nn.Module):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -15,7 +13,16 @@ import torch
 import transformers
 from ranks import pool
 from reference import difference, refusal
-from reference_images import DECODERS, EAGER, MIXTURES, decoder_of, image_batch, tiny_model
+from reference_images import (
+    DECODERS,
+    EAGER,
+    MIXTURES,
+    decoder_of,
+    image_batch,
+    losses_of,
+    parallel_pair,
+    tiny_model,
+)
 from reference_mixtral import Layout
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,33 +34,15 @@ LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
 OF_EXPERTS = [Layout(1, 2, 2), Layout(2, 1, 2), Layout(2, 2, 4)]
 
 
-def _pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
-    """The model of one process, and the same with a parallel decoder."""
-    reference = tiny_model(kind)
-    ours = copy.deepcopy(reference)
-    decoder = decoder_of(ours)
-    assert type(decoder).__name__ == DECODERS[kind]
-    px.parallelize(decoder, mesh)
-    px.data_parallel(ours, mesh, **options)
-    return reference, ours
-
-
-def _losses(kind: str, models: tuple[Any, Any], mesh: px.Mesh, step: int) -> list[torch.Tensor]:
-    batch = image_batch(4, kind, step)
-    own = slice(*(4 * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1)))
-    rows = zip(models, (slice(None), own), strict=True)
-    return [model(**{n: each[of] for n, each in batch.items()}).loss for model, of in rows]
-
-
 def _trained(kind: str, layout: Layout, zero: int) -> tuple[float, float]:
     """The largest differences of the losses, and of the weights after some steps."""
     mesh = layout.mesh()
-    models = reference, ours = _pair(kind, mesh, zero=zero)
+    models = reference, ours = parallel_pair(kind, mesh, zero=zero)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     before = {name: each.clone() for name, each in reference.state_dict().items()}
     of_losses = 0.0
     for step in range(STEPS):
-        losses = _losses(kind, models, mesh, step)
+        losses = losses_of(kind, models, mesh, step)
         mean = losses[1].detach().clone()
         torch.distributed.all_reduce(mean)
         of_losses = max(of_losses, difference(mean / mesh.world_size, losses[0]))
@@ -88,7 +77,7 @@ def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:
 def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
     """As ``_trained``, of a step in which the first half of the rows has no image."""
     mesh = layout.mesh()
-    reference, ours = _pair(kind, mesh)
+    reference, ours = parallel_pair(kind, mesh)
     batch = image_batch(4, kind)
     halves = [{n: each[of] for n, each in batch.items()} for of in (slice(2), slice(2, 4))]
     text = halves[0]["labels"].clamp(min=3)
@@ -124,7 +113,7 @@ def test_zero_3(kind: str) -> None:
 
 def _balanced(tp: int, ep: int) -> tuple[float, float] | str:
     """How a step with a load balancing loss differs from plain, or why there is none."""
-    models = reference, ours = _pair("qwen3_5_moe", px.init_mesh(tp=tp, ep=ep))
+    models = reference, ours = parallel_pair("qwen3_5_moe", px.init_mesh(tp=tp, ep=ep))
     for model in models:
         model.config.text_config.output_router_logits = True
     losses = [reference(**image_batch(4, "qwen3_5_moe")).loss]
@@ -147,10 +136,10 @@ def test_a_load_balancing_loss_around_a_decoder_is_that_of_one_batch() -> None:
 def _files(folder: str, kind: str) -> float:
     """What transformers reads of what is saved, and a training that goes on at another layout."""
     mesh = Layout(2, 2, 1).mesh()
-    models = reference, ours = _pair(kind, mesh)
+    models = reference, ours = parallel_pair(kind, mesh)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for step in (0, 1):
-        for loss, optimizer in zip(_losses(kind, models, mesh, step), optimizers, strict=True):
+        for loss, optimizer in zip(losses_of(kind, models, mesh, step), optimizers, strict=True):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -163,7 +152,7 @@ def _files(folder: str, kind: str) -> float:
                 for name, each in reference.state_dict().items():
                     assert (read[name] - each).abs().max() <= 1e-7, name
             mesh = Layout(1, 4, 1).mesh()
-            models = reference, ours = reference, _pair(kind, mesh)[1]
+            models = reference, ours = reference, parallel_pair(kind, mesh)[1]
             with torch.no_grad():
                 for parameter in ours.parameters():
                     parameter.zero_()
@@ -304,7 +293,7 @@ def test_the_text_model_alone_is_read_out_of_files_with_images(tmp_path: Path) -
 
 
 def _generated(kind: str, layout: Layout) -> bool:
-    reference, ours = _pair(kind, layout.mesh())
+    reference, ours = parallel_pair(kind, layout.mesh())
     batch = image_batch(2, kind)
     del batch["labels"]
     tokens = [
@@ -321,7 +310,7 @@ def test_it_generates_the_tokens_of_one_process(kind: str, layout: Layout) -> No
 
 
 def _generated_by_px() -> list[str]:
-    _, ours = _pair("llava", Layout(1, 2, 1).mesh())
+    _, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
     ids = image_batch(2)["input_ids"]
     return [refusal(lambda m=m: px.generate(m.eval(), ids)) for m in (ours, decoder_of(ours))]
 
@@ -333,23 +322,21 @@ def test_px_generate_is_refused_by_name() -> None:
 
 def _misused() -> tuple[list[str], list[str]]:
     """Texts of refusals and warnings, and the modules that the advice of one reaches."""
-    reference, ours = _pair("llava", Layout(1, 2, 1).mesh())
-    texts = [refusal(lambda: ours.resize_token_embeddings(120))]
+    reference, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
     of_towers_too = px.LoraConfig(r=2, target_modules=["q_proj"])
-    texts.append(refusal(lambda: peft.get_peft_model(ours, of_towers_too)))
+    texts = [refusal(lambda: peft.get_peft_model(ours, of_towers_too))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         peft.get_peft_model(ours, px.LoraConfig(r=2, target_modules="all-linear"))
     texts += [str(each.message) for each in caught if each.filename == __file__]
-    advice = texts[1].split('target_modules=r"')[1].split('"')[0]
+    advice = texts[0].split('target_modules=r"')[1].split('"')[0]
     return texts, [path for path, _ in reference.named_modules() if re.fullmatch(advice, path)]
 
 
 def test_what_reaches_beyond_the_decoder_is_named() -> None:
     attentions = [f"model.language_model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
     warned = []
-    for (resized, adapted, *warned_here), reached in pool(2).run(_misused):
-        assert "resize before px.parallelize" in resized
+    for (adapted, *warned_here), reached in pool(2).run(_misused):
         assert "every rank holds it whole" in adapted
         assert reached == attentions
         warned += warned_here
@@ -358,7 +345,9 @@ def test_what_reaches_beyond_the_decoder_is_named() -> None:
 
 
 def _head_kept() -> list[str]:
-    tied, untied = (_pair(kind, Layout(1, 2, 1).mesh())[1] for kind in ("tied llava", "llava"))
+    tied, untied = (
+        parallel_pair(kind, Layout(1, 2, 1).mesh())[1] for kind in ("tied llava", "llava")
+    )
     of_text = r".*language_model.*\.q_proj"
     config = px.LoraConfig(r=2, target_modules=of_text, modules_to_save=["lm_head"])
     trained = peft.get_peft_model(untied, config).get_parameter(

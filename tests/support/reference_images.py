@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+import parallel_ext as px
 
 IMAGE = 100
 """The token in whose places the features of an image come."""
@@ -150,3 +153,22 @@ def image_batch(
     if kind == "paligemma":  # what is answered
         batch["token_type_ids"] = (torch.arange(5 + places) > 5).long().repeat(rows, 1)
     return batch
+
+
+def parallel_pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
+    """The model of one process, and the same with a parallel decoder."""
+    reference = tiny_model(kind)
+    ours = copy.deepcopy(reference)
+    decoder = decoder_of(ours)
+    assert type(decoder).__name__ == DECODERS[kind]
+    px.parallelize(decoder, mesh)
+    px.data_parallel(ours, mesh, **options)
+    return reference, ours
+
+
+def losses_of(kind: str, models: tuple[Any, Any], mesh: px.Mesh, step: int) -> list[torch.Tensor]:
+    """Losses of one process, and of this dp rank's rows."""
+    batch = image_batch(4, kind, step)
+    own = slice(*(4 * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1)))
+    rows = zip(models, (slice(None), own), strict=True)
+    return [model(**{n: each[of] for n, each in batch.items()}).loss for model, of in rows]
