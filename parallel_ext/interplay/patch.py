@@ -203,13 +203,14 @@ def _load_with_images(
         check_options(from_pretrained, parallelize, others)
         dtype_of(options.get("dtype"), options.get("torch_dtype"))  # for parts, in transformers
     except (TypeError, ValueError) as error:
-        warn_user(f"px.patch: each rank loads {cls.__name__} whole: {error}")
-        return plain(cls, source, **kwargs)
-    joining.arrive(f"{cls.__name__}.from_pretrained")
-    try:
-        return from_pretrained(source, _patches[0].mesh, config=config, **options)
-    except CheckpointError as error:
-        warn_user(f"px.patch: each rank loads {cls.__name__} whole: {error}")
+        why: Exception = error
+    else:
+        joining.arrive(f"{cls.__name__}.from_pretrained")
+        try:
+            return from_pretrained(source, _patches[0].mesh, config=config, **options)
+        except CheckpointError as error:
+            why = error
+    warn_user(f"px.patch: each rank loads {cls.__name__} whole: {why}")
     return plain(cls, source, **kwargs)
 
 
