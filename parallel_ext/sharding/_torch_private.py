@@ -1,4 +1,4 @@
-"""Private names of torch for which it has no public ones; tried with torch 2.13 and 2.14.
+"""Private names of torch for which it has no public ones; tried with torch 2.13 to 2.15.
 
 They stand here and nowhere else in the package; ``docs/internals.md`` says what each is needed for.
 """
@@ -162,7 +162,10 @@ def scheduler_steps(scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
 # --- FSDP ---
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
-"""What FSDP holds back of one parameter, in the dtype of the forward and in that of reductions."""
+"""What FSDP holds back of one parameter, in the dtype of the forward and in that of reductions.
+
+Since torch 2.15 the first is the only one, in either dtype.
+"""
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
@@ -220,14 +223,16 @@ def held_gradients(parameter: Any) -> Gradients:
     gathered dtype only.
     """
     gathered = gathered_parameter(parameter)
-    return None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
+    wide = vars(parameter).get("unsharded_accumulated_grad")
+    return None if gathered is None else gathered.grad, wide
 
 
 def set_held_gradients(parameter: Any, gradients: Gradients) -> None:
     """Put other gradients in the place of :func:`held_gradients`."""
     if (gathered := gathered_parameter(parameter)) is not None:
         gathered.grad = gradients[0]
-    parameter.unsharded_accumulated_grad = gradients[1]
+    if "unsharded_accumulated_grad" in vars(parameter):
+        parameter.unsharded_accumulated_grad = gradients[1]
 
 
 # --- Distributed checkpoints ---

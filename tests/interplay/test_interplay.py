@@ -108,7 +108,7 @@ WITHOUT = {
     "torch.distributed.checkpoint.state_dict": """FQNS_T PrimitiveType ValueType DictValueType
         ListDictValueType OptimizerStateType StateDictOptions""",
     "torch.distributed.checkpoint": "",
-    "torch.optim": "swa_utils",
+    "torch.optim": "swa_utils functional",
     "torch.optim.swa_utils": """get_ema_multi_avg_fn get_swa_multi_avg_fn get_ema_avg_fn
         get_swa_avg_fn""",
     "peft": """AutoPeftModel AutoPeftModelForCausalLM AutoPeftModelForFeatureExtraction
