@@ -356,12 +356,7 @@ class Replacer:
         if names.forward is not None:
             module.forward = MethodType(names.forward, module)
 
-    def routing(
-        self,
-        path: str,
-        names: MixtureNames,
-        numerics: Numerics = TORCHS,
-    ) -> Routing:
+    def routing(self, path: str, names: MixtureNames, numerics: Numerics = TORCHS) -> Routing:
         """Let the router of the mixture at ``path`` choose as the routing that is returned."""
         routing = Routing(names.route, numerics)
         router = self.model.get_submodule(f"{path}.{names.router}")
