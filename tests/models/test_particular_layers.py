@@ -263,9 +263,7 @@ def test_masks_of_kinds_of_layers_may_be_in_another_order_on_each_rank() -> None
 def _refused(what: str) -> None:
     mesh = mesh_of()
     if what == "Invariant":
-        parallel(
-            OfSpec("ernie4_5_moe", dtype=torch.float32).model(), mesh, invariant=px.Invariant()
-        )
+        parallel(OfSpec("gpt_oss", dtype=torch.float32).model(), mesh, invariant=px.Invariant())
     elif what == "delta rules":
         parallel(
             OfSpec("qwen3_5_text", dtype=torch.float32).model(), mesh, invariant=px.Invariant()
@@ -288,7 +286,7 @@ def _refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "ranks", "words"),
     [
-        ("Invariant", 2, "experts chosen by a corrected softmax"),
+        ("Invariant", 2, "experts chosen by a softmax of the chosen alone"),
         ("heads", 4, "has 6 heads, which tp=4 does not divide"),
         ("delta rules", 2, "a gated delta rule"),
         ("key heads", 4, "has 3 key heads, fewer than tp=4"),
