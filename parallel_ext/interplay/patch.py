@@ -32,7 +32,7 @@ from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay import trained_together
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import adopting, joining
-from parallel_ext.parallel.configuration import served, type_of_text
+from parallel_ext.parallel.configuration import is_of_images, served, type_of_text
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.options import check_options, dtype_of
@@ -191,8 +191,9 @@ def _load_with_images(
     plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Load by slices what is a model of images around a served decoder; all else as it is."""
-    by_slices = adopting.is_of_images(cls) and _is_built_by_us(cls)
-    if args or not by_slices or _adapter_of(kwargs) is not None:
+    model_type = getattr(cls.config_class, "model_type", None)
+    of_images = is_of_images({"model_type": model_type, "architectures": [cls.__name__]})
+    if args or not (of_images and _is_built_by_us(cls)) or _adapter_of(kwargs) is not None:
         return plain(cls, source, *args, **kwargs)
     config, options = _configuration(cls, source, kwargs)
     if type_of_text(config) not in served() or config.architectures != [cls.__name__]:

@@ -61,12 +61,6 @@ def is_causal(cls: type) -> bool:
     )
 
 
-def is_of_images(cls: type) -> bool:
-    """Return whether a class is one of models of images and text of transformers."""
-    auto = transformers.models.auto.modeling_auto
-    return cls.__name__ in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-
-
 def may_adopt(model: object) -> bool:
     """Return whether :func:`adopt` makes a model parallel, or raises since it cannot."""
     cls = type(model)

@@ -367,22 +367,26 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
     """Put resized shards into a module, and mark the parameters that it held as stale."""
     layouts = dict(module.layouts)
     for name, shard in shards.items():
-        old, layout = getattr(module, name), layouts[name]
+        layout = layouts[name]
         layouts[name] = shard_along(
             layout.name, (ranges[-1][1], *layout.shape[1:]), 0, tuple(ranges)
         )
-        if not isinstance(shard, nn.Parameter):
-            shard = nn.Parameter(shard, requires_grad=old.requires_grad)
-        setattr(module, name, shard)
-        mark_replaced(old, shard, layout.name, _OP_NAME)
+        _replace(module, name, shard, layout.name)
     module.set_layouts(layouts)
 
 
 def _put_whole(head: nn.Linear, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put resized tensors into a head that each rank has whole, as :func:`_put` puts shards."""
+    layouts = _layouts_in(head)
     for name, tensor in tensors.items():
-        old = getattr(head, name)
-        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        setattr(head, name, new)
-        mark_replaced(old, new, f"lm_head.{name}", _OP_NAME)
+        _replace(head, name, tensor, layouts[name].name)
     head.out_features = len(head.weight)
+
+
+def _replace(module: nn.Module, name: str, new: torch.Tensor, logical: str) -> None:
+    """Put a parameter, or one made of a tensor, in the place of another one, which is stale."""
+    old = getattr(module, name)
+    if not isinstance(new, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    setattr(module, name, new)
+    mark_replaced(old, new, logical, _OP_NAME)

@@ -81,14 +81,15 @@ def watch_forward(model: nn.Module) -> None:
     model.register_forward_hook(_after_forward)
     model.register_forward_hook(_at_the_end, always_call=True)
     if (own := model_of(model)) is model:
-        spec, refuse = getattr(own, STATE_NAME).spec, _RefuseBypass(own)
+        state: ParallelState = getattr(own, STATE_NAME)
+        spec, refuse = state.spec, _RefuseBypass(own)
         heads = [] if spec.head is None else [own.get_submodule(spec.head)]
         for module in (*own.get_submodule(spec.layers), *heads):
             module.register_forward_pre_hook(refuse)
-        if getattr(own, STATE_NAME).mesh.dp_size == 1 and may_meet():
-            _MeetAtEmbedding(own)
-        if getattr(own, STATE_NAME).mesh.dp_size > 1:
+        if state.mesh.dp_size > 1:
             own.get_submodule(spec.decoder).register_forward_pre_hook(_RefuseApart(own))
+        elif may_meet():
+            _MeetAtEmbedding(own)
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
