@@ -13,13 +13,18 @@ from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
 from parallel_ext.models.deepseek_v3 import (
     DEEPSEEK_V3,
     DOTS1,
+    EXAONE_MOE,
     GLM4_MOE,
     GLM4_MOE_LITE,
     GLM4V_MOE_TEXT,
+    MINICPM3,
+    SOLAR_OPEN,
+    YOUTU,
 )
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
-from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from parallel_ext.models.gpt_oss import GPT_OSS
+from parallel_ext.models.hy_v3 import HY_V3
 from parallel_ext.models.llama import DENSE
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
@@ -30,7 +35,7 @@ from parallel_ext.models.qwen3_5 import (
     QWEN3_NEXT,
     QWEN3_VL_MOE_TEXT,
 )
-from parallel_ext.models.qwen3_moe import OLMOE, QWEN3_MOE
+from parallel_ext.models.qwen3_moe import FLEX_OLMO, MELLUM, OLMOE, QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import (
     AttentionNames,
@@ -53,9 +58,10 @@ SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec
     for spec in (
         *DENSE,
-        *(GEMMA, GEMMA2, GEMMA3_TEXT),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
+        *(GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA, MINICPM3, YOUTU),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, FLEX_OLMO, MELLUM),
         *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE_TEXT),
+        *(EXAONE_MOE, HY_V3, SOLAR_OPEN),
         *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, QWEN3_NEXT),
         *(QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT),
     )

@@ -81,11 +81,17 @@ GLM4V_MOE_TEXT = replace(
     mixture=replace(_mixture("Glm4vMoeText"), balances=True),
 )
 DOTS1 = replace(QWEN3, model_type="dots1", mixture=_mixture("Dots1"))
-DEEPSEEK_V3 = replace(
-    LLAMA,
-    model_type="deepseek_v3",
-    attention=None,
-    regions=LATENT_ATTENTION,
-    mixture=_mixture("DeepseekV3"),
+SOLAR_OPEN = replace(LLAMA, model_type="solar_open", mixture=_mixture("SolarOpen"))
+EXAONE_MOE = replace(
+    QWEN3,
+    model_type="exaone_moe",
+    mixture=replace(
+        _mixture("ExaoneMoe"),
+        num_experts="num_experts",
+        others_in_files={"gate.e_score_correction_bias": "e_score_correction_bias"},
+    ),
 )
+YOUTU = replace(LLAMA, model_type="youtu", attention=None, regions=LATENT_ATTENTION)
+MINICPM3 = replace(YOUTU, model_type="minicpm3", scaled_embedding="MiniCPM3ScaledWordEmbedding")
+DEEPSEEK_V3 = replace(YOUTU, model_type="deepseek_v3", mixture=_mixture("DeepseekV3"))
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite", mixture=_mixture("Glm4MoeLite"))

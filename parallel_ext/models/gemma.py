@@ -11,6 +11,9 @@ GEMMA2 = replace(
     scaled_embedding="Gemma2TextScaledWordEmbedding",
     logits_softcap="final_logit_softcapping",
 )
+VAULTGEMMA = replace(
+    GEMMA2, model_type="vaultgemma", scaled_embedding="VaultGemmaTextScaledWordEmbedding"
+)
 GEMMA3_TEXT = replace(
     GEMMA2,
     model_type="gemma3_text",

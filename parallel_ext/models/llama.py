@@ -27,6 +27,7 @@ AS_LLAMA = tuple(
     for name in (
         *("mistral", "ministral", "ministral3", "qwen2", "smollm3", "olmo", "helium"),
         *("seed_oss", "ernie4_5", "qwen2_vl_text", "qwen2_5_vl_text"),
+        *("internlm3", "iquestcoder", "cwm"),
     )
 )
 QWEN3 = replace(
@@ -56,6 +57,10 @@ PHI3 = replace(
 GLM = replace(LLAMA, model_type="glm", mlp=PHI3.mlp)
 GLM4 = replace(GLM, model_type="glm4")
 GRANITE = replace(LLAMA, model_type="granite", logits_divisor="logits_scaling")
+GRANITE_SWA = replace(
+    GRANITE, model_type="granite_swa", attention=replace(ATTENTION, of_heads=("sinks",))
+)
+HYPERCLOVAX = replace(LLAMA, model_type="hyperclovax", logits_factor="logits_scaling")
 COHERE = replace(LLAMA, model_type="cohere", logits_factor="logit_scale")
 COHERE2 = replace(COHERE, model_type="cohere2")
 NEMOTRON = replace(
@@ -64,6 +69,13 @@ NEMOTRON = replace(
     mlp=RegionNames("mlp", inputs={"up_proj": 1}, outputs=("down_proj",)),
 )
 ARCEE = replace(NEMOTRON, model_type="arcee")
+JAIS2 = replace(NEMOTRON, model_type="jais2")
+NANOCHAT = replace(
+    LLAMA,
+    model_type="nanochat",
+    mlp=RegionNames("mlp", inputs={"fc1": 1}, outputs=("fc2",)),
+    logits_softcap="final_logit_softcapping",
+)
 STARCODER2 = replace(
     LLAMA,
     model_type="starcoder2",
@@ -72,5 +84,6 @@ STARCODER2 = replace(
 
 DENSE = (
     *(LLAMA, *AS_LLAMA, QWEN3, QWEN3_VL_TEXT, EXAONE4, HUNYUAN, OLMO2, OLMO3, PHI3, GLM, GLM4),
-    *(GRANITE, COHERE, COHERE2, NEMOTRON, ARCEE, STARCODER2),
+    *(GRANITE, GRANITE_SWA, HYPERCLOVAX, COHERE, COHERE2),
+    *(NEMOTRON, ARCEE, JAIS2, NANOCHAT, STARCODER2),
 )

@@ -1,6 +1,6 @@
 """Qwen3-MoE: heads that are normalised one by one, and layers that are dense or a mixture.
 
-OLMoE has the same mixture, in all layers.
+OLMoE has the same mixture, in all layers, and Mellum all of it.
 
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
@@ -48,5 +48,20 @@ OLMOE = replace(
     attention=replace(OLMO2.attention, norm_class="OlmoeRMSNorm"),
     mixture=replace(
         QWEN3_MOE.mixture, router_class="OlmoeTopKRouter", experts_class="OlmoeExperts"
+    ),
+)
+FLEX_OLMO = replace(
+    OLMOE,
+    model_type="flex_olmo",
+    attention=replace(OLMO2.attention, norm_class="FlexOlmoRMSNorm"),
+    mixture=replace(
+        QWEN3_MOE.mixture, router_class="FlexOlmoTopKRouter", experts_class="FlexOlmoExperts"
+    ),
+)
+MELLUM = replace(
+    QWEN3_MOE,
+    model_type="mellum",
+    mixture=replace(
+        QWEN3_MOE.mixture, router_class="MellumTopKRouter", experts_class="MellumExperts"
     ),
 )

@@ -50,8 +50,14 @@ _SQUARED_RELU = (transformers.activations.ReLUSquaredActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
 # Classes of norms of heads: of [..., heads, head_dim], or of [..., heads, tokens, head_dim].
-_HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm")
-_TRANSPOSED_HEAD_NORMS = ("Gemma3RMSNorm", "Exaone4RMSNorm", "HunYuanDenseV1RMSNorm")
+_HEAD_NORMS = (
+    *("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm"),
+    "MellumRMSNorm",
+)
+_TRANSPOSED_HEAD_NORMS = (
+    *("Gemma3RMSNorm", "Exaone4RMSNorm", "ExaoneMoeRMSNorm"),
+    *("HunYuanDenseV1RMSNorm", "HYV3RMSNorm"),
+)
 _OF_GEMMA = "Gemma3RMSNorm"  # which multiplies by 1 + weight in fp32
 _LATENT_ATTENTION = "parallel_ext_latent"  # its name in transformers
 

@@ -26,12 +26,15 @@ from reference import (
 from reference_life import differences_in_life
 from reference_mixtral import Layout, batches, differences_of_adapter, differences_of_steps, parity
 from torch import nn
+from transformers.models.flex_olmo import modeling_flex_olmo
 from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.granite_swa import modeling_granite_swa
 from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmo3 import modeling_olmo3
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.phi3 import modeling_phi3
+from transformers.models.vaultgemma import modeling_vaultgemma
 
 import parallel_ext as px
 from parallel_ext.models import SPECS
@@ -126,7 +129,40 @@ KINDS = {
     },
     "gpt_oss": {**_EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "sliding_window": 4},
     "glm4_moe_lite": {**_GROUPS, **_LOW_RANK, "q_lora_rank": None, "norm_topk_prob": False},
+    "internlm3": {"bias": True, "qkv_bias": True},
+    "iquestcoder": {},
+    "cwm": {"sliding_window": 4},
+    "jais2": {},
+    "granite_swa": {
+        **{"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+        **{"attention_multiplier": 0.3, "sliding_window": 4},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "hyperclovax": {"logits_scaling": 0.3, "embedding_multiplier": 2.0},
+    "nanochat": {"final_logit_softcapping": 0.4},
+    "vaultgemma": {
+        **{"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.4},
+    },
+    "minicpm3": {**_LOW_RANK, "q_lora_rank": 20, "scale_emb": 3, "dim_model_base": 24},
+    "youtu": {**_LOW_RANK, "q_lora_rank": 20},
+    "flex_olmo": {
+        **{"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
+        "experts_implementation": "eager",
+    },
+    "mellum": {
+        **_EXPERTS,
+        **{"num_experts": 5, "mlp_layer_types": ["dense", "sparse"], "sliding_window": 4},
+    },
+    "solar_open": {**_GROUPS, "n_shared_experts": 1},
+    "exaone_moe": {**_GROUPS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 4},
+    "hy_v3": {
+        **_EXPERTS,
+        **{"num_experts": 5, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse"]},
+    },
 }
+
+KINDS = {kind: KINDS[kind] for kind in KINDS if kind in transformers.CONFIG_MAPPING}  # not in 5.15
+_EAGER = ("gemma2", "gpt_oss", "granite_swa", "vaultgemma")  # which the classes ask for
 
 
 @dataclass(frozen=True)
@@ -151,7 +187,7 @@ class OfSpec:
             "head_dim": 8,
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": 64,
-            "attn_implementation": "eager" if self.kind in ("gemma2", "gpt_oss") else "sdpa",
+            "attn_implementation": "eager" if self.kind in _EAGER else "sdpa",
             "attention_dropout": 0.0,
             **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         }
@@ -185,6 +221,10 @@ def _gemma_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + self.weight, self.eps)
 
 
+def _norm_without_weight(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=self.eps)
+
+
 def _layer_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.layer_norm(hidden, hidden.shape[-1:], getattr(self, "weight", None))
 
@@ -198,6 +238,7 @@ def _norm_of_shards(cls: type) -> Callable[[nn.Module, torch.Tensor], torch.Tens
 
 
 _NORMS_OF_SHARDS = (
+    modeling_flex_olmo.FlexOlmoRMSNorm,
     modeling_minimax_m2.MiniMaxM2RMSNorm,
     modeling_olmo2.Olmo2RMSNorm,
     modeling_olmo3.Olmo3RMSNorm,
@@ -215,10 +256,27 @@ def _eager_attention(
     softcap: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Gemma 2's, without its softmax in fp32."""
+    """Gemma 2's and VaultGemma's, without its softmax in fp32."""
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
     scores = torch.tanh(query @ key.mT * scaling / softcap) * softcap
     return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2), None
+
+
+def _attention_with_sinks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Granite's, whose fp32 cannot hold the mask of fp64."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = query @ key.mT * scaling + attention_mask
+    sinks = module.sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ value).transpose(1, 2), None
 
 
 def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -227,8 +285,10 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if re.fullmatch("(Gemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
+        if re.fullmatch("(Gemma|VaultGemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)
+        if type(module).__name__ == "NanoChatRMSNorm":
+            module.forward = MethodType(_norm_without_weight, module)
         if type(module).__name__.endswith("LayerNorm") and type(module) is not nn.LayerNorm:
             module.forward = MethodType(_layer_norm, module)
     return model
@@ -239,7 +299,11 @@ def in_fp64() -> Iterator[None]:
     """Let what no instance can have of its own compute in fp64 inside the context."""
     patch = mock.patch.object
     with ExitStack() as patches:
-        patches.enter_context(patch(modeling_gemma2, "eager_attention_forward", _eager_attention))
+        for capped in (modeling_gemma2, modeling_vaultgemma):
+            patches.enter_context(patch(capped, "eager_attention_forward", _eager_attention))
+        patches.enter_context(
+            patch(modeling_granite_swa, "eager_attention_forward", _attention_with_sinks)
+        )
         for norm in _NORMS_OF_SHARDS:
             patches.enter_context(patch(norm, "forward", _norm_of_shards(norm)))
         yield
@@ -248,6 +312,7 @@ def in_fp64() -> Iterator[None]:
 _IN_FP32 = (
     *("ernie4_5_moe", "minimax_m2", "glm4_moe", "dots1"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("solar_open", "exaone_moe", "hy_v3"),
 )
 
 
@@ -320,7 +385,10 @@ def _parity(*args: Any) -> dict[str, float]:
     return parity(*args)
 
 
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"olmo"}))  # whose norms have no weights
+_NORMS_WITHOUT_WEIGHTS = {"olmo", "nanochat"}
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - _NORMS_WITHOUT_WEIGHTS))
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
     attention = SPECS[kind].attention

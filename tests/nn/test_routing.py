@@ -11,12 +11,15 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeTopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.solar_open.modeling_solar_open import SolarOpenTopkRouter
 
 from parallel_ext.models import SPECS
 from parallel_ext.nn.routing import Routing
@@ -84,6 +87,12 @@ _BEST = {
     "glm4_moe": (Glm4MoeTopkRouter, _GROUPS),
     "glm4_moe_lite": (Glm4MoeLiteTopkRouter, _GROUPS),
     "dots1": (Dots1TopkRouter, _GROUPS),
+    "exaone_moe": (ExaoneMoeTopkRouter, {**_GROUPS, "num_experts": 8}),
+    "solar_open": (SolarOpenTopkRouter, _GROUPS),
+    "hy_v3": (
+        HYV3TopKRouter,
+        {"hidden_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
     "deepseek_v2": (DeepseekV2TopkRouter, {**_GROUPS, "topk_method": "greedy"}),
     "deepseek_v2, groups": (
         DeepseekV2TopkRouter,
@@ -99,6 +108,8 @@ _BEST = {
     ),
 }
 
+_GIVEN_CORRECTIONS = (MiniMaxM2TopKRouter, HYV3TopKRouter)  # which their blocks hold
+
 
 def _corrected(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[torch.Tensor]]:
     """A router, and what its class is given beside the hidden states."""
@@ -107,7 +118,7 @@ def _corrected(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[torch.Ten
     torch.manual_seed(3)
     for tensor in router.state_dict().values():  # weights, and corrections of the scores
         nn.init.normal_(tensor)
-    return router.to(dtype), [torch.randn(8)] if cls is MiniMaxM2TopKRouter else []
+    return router.to(dtype), [torch.randn(8)] if cls in _GIVEN_CORRECTIONS else []
 
 
 @ALL_DTYPES

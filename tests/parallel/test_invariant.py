@@ -85,6 +85,9 @@ KINDS = {
     "bf16 glm4_moe_lite": OfSpec("glm4_moe_lite", dtype=torch.bfloat16),
     "deepseek_v2": OfSpec("deepseek_v2", dtype=torch.float32),
     "ernie4_5_moe": Unbiased("ernie4_5_moe", dtype=torch.float32),
+    "hy_v3": OfSpec("hy_v3", dtype=torch.float32, heads=8, key_value_heads=2),
+    "bf16 nanochat": OfSpec("nanochat", dtype=torch.bfloat16, heads=8, key_value_heads=2),
+    "bf16 minicpm3": OfSpec("minicpm3", dtype=torch.bfloat16),
     "bf16 olmoe": OfSpec("olmoe", dtype=torch.bfloat16, heads=9, key_value_heads=9),
 }
 
@@ -249,7 +252,9 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
         *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3"), ByErf()),
         *(OfSpec("exaone4"), OfSpec("hunyuan_v1_dense"), OfSpec("arcee"), OfSpec("glm4_moe")),
         *(OfSpec("deepseek_v2"), OfSpec("deepseek_v3"), OfSpec("glm4_moe_lite")),
-        Unbiased("ernie4_5_moe"),
+        *(Unbiased("ernie4_5_moe"), OfSpec("hy_v3"), OfSpec("solar_open"), OfSpec("exaone_moe")),
+        *(OfSpec("hyperclovax"), OfSpec("nanochat"), OfSpec("minicpm3"), OfSpec("youtu")),
+        *(OfSpec("mellum"), OfSpec("flex_olmo", heads=5, key_value_heads=5), OfSpec("jais2")),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
