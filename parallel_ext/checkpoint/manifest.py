@@ -38,8 +38,7 @@ LOOP_NAME = f"{STATE_FOLDER}/loop.json"
 FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
 _MAX_COMMIT_BYTES = 4096
 _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 30  # bytes
-_SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_HASH = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]{32}")  # of a save's id, or a hash
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Manifest:
         for name in non_finite:
             Fields(non_finite, f"{path}: non_finite").number(name)
         return cls(
-            fields.matching("save_id", _SAVE_ID),
+            fields.matching("save_id", _HEX),
             fields.number("step"),
             fields.number("number"),
             fields.object("saved_by"),
@@ -241,7 +240,7 @@ def bits_of(invariant: Invariant | None, device: torch.device) -> str:
 def _record(fields: Fields, chunk_bytes: int) -> FileRecord:
     fields.exactly("size", "xxh3_128")
     hashes = fields.list_of(
-        "xxh3_128", lambda h: isinstance(h, str) and bool(_HASH.fullmatch(h)), "hashes"
+        "xxh3_128", lambda h: isinstance(h, str) and bool(_HEX.fullmatch(h)), "hashes"
     )
     record = FileRecord(fields.number("size"), chunk_bytes, tuple(hashes))
     if len(hashes) != -(-record.size // chunk_bytes):

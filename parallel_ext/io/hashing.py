@@ -59,14 +59,9 @@ class FileRecord:
         if len(content) != self.size:
             raise wrong_size(path, self.size, len(content))
         for number in range(len(self.hashes)):
-            start = number * self.chunk_bytes
-            self.check_chunk(number, memoryview(content)[start : start + self.chunk_bytes], path)
-
-    def check_chunk(self, number: int, chunk: memoryview, path: Path) -> None:
-        """Raise unless a chunk of a file is the one that was written; see :class:`ChunkCheck`."""
-        check = ChunkCheck(self, number)
-        check.update(chunk)
-        check.finish(path)
+            check = ChunkCheck(self, number)
+            check.update(memoryview(content)[check.start : check.stop])
+            check.finish(path)
 
 
 class ChunkCheck:

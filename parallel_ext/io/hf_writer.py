@@ -26,7 +26,7 @@ from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import (
     PlannedFile,
     TensorStream,
-    barrier_on_files,
+    digest_of,
     plan_files,
     warn_of_non_finite,
 )
@@ -127,7 +127,7 @@ def write_directory(
 
     check_same_directory(Path(directory), mesh.control, op_name)
     values, files = mesh.control.run_on_all(op_name, plan)
-    barrier_on_files(files, mesh.control, op_name)
+    mesh.control.barrier(f"{op_name} as {len(files)} files, plan {digest_of(files)}")
     with ExitStack() as cleanup:
 
         def begin() -> Publication | None:

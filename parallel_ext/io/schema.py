@@ -238,10 +238,6 @@ class Fields:
         expected = "a whole number of at least 0"
         return self.fits(name, lambda value: type(value) is int and 0 <= value < below, expected)
 
-    def truth(self, name: str) -> bool:
-        """Return the field ``name``, which is true or false."""
-        return self.fits(name, lambda value: type(value) is bool, "true or false")
-
     def object(self, name: str) -> dict[str, Any]:
         """Return the field ``name``, an object, as it was parsed."""
         return self.fits(name, lambda value: isinstance(value, dict), "a JSON object")

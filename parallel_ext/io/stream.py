@@ -144,16 +144,6 @@ def digest_of(files: Sequence[PlannedFile]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(files).encode())
 
 
-def barrier_on_files(files: Sequence[PlannedFile], control: ControlPlane, op_name: str) -> None:
-    """Raise unless all ranks have planned the same files, before any of them is made.
-
-    Raises:
-        DisagreementError: they have not.
-        CollectiveTimeout: not all ranks are there.
-    """
-    control.barrier(f"{op_name} as {len(files)} files, plan {digest_of(files)}")
-
-
 class TensorStream:
     """A stream of rows from the ranks to the files that this rank writes.
 
