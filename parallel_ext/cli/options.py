@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -34,33 +35,19 @@ def positive(text: str) -> int:
     return number
 
 
-def tolerance(text: str) -> float:
-    """Return the finite number of at least 0 that an option gives.
+def number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the type of an option that gives a finite number for which ``fits`` is true.
 
-    Raises:
-        ArgumentTypeError: it is another, or none.
+    Of others it raises an ArgumentTypeError, which says what was ``expected``.
     """
-    number = _number(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
-    return number
 
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and fits(found)):
+            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return found
 
-def gigabytes(text: str) -> float:
-    """Return the finite number above 0 that an option gives.
-
-    Raises:
-        ArgumentTypeError: it is another, or none.
-    """
-    number = _number(text)
-    if not (math.isfinite(number) and number > 0):
-        raise ArgumentTypeError(f"expected a number of GB above 0, got {text!r}")
-    return number
-
-
-def _number(text: str) -> float:
-    """Return a number; NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return parse

@@ -18,9 +18,13 @@ from parallel_ext.nn.routing import Choose, Product, in_fp32
 def _route(
     router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
+    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits.
+
+    Where a router does not say whether they have the sum 1, as that of Qwen3.5, they have.
+    """
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, router.norm_topk_prob)
+    normalized = getattr(router, "norm_topk_prob", True)
+    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, normalized)
     return logits, weights.to(logits.dtype), expert_ids
 
 

@@ -54,7 +54,11 @@ class LeafLoop(ABC):
             if parameter.requires_grad and not hasattr(parameter, "to_local")
         ]
         self._whole_shared = [parameter for _, _, parameter in self._shared]
-        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # their gradients, in this round
+        self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
+        apart = {*self._sharded, *self._whole_shared}
+        self._others = [p for p in self._trained if p not in apart]
+        self._nodes: list[Node] = []  # of the losses, and of the gradients of others
+        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # of shared ones, in this round
         self._losses: list[torch.Tensor] = []  # of the leaf that is running
 
     @abstractmethod
