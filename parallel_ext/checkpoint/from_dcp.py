@@ -46,7 +46,6 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
     Args:
         path: directory of a DCP that ``to_dcp`` made.
         out: folder for checkpoints, which is made; the step is in it afterwards.
-        progress: called with the bytes of each piece that was written.
 
     Returns:
         The directory of the step.
@@ -142,11 +141,9 @@ def model_of_dcp(
 
     Args:
         path: directory of a DCP, of this package or another program.
-        out: folder that is made.
         config: folder with ``config.json`` and what else is to lie beside the tensors; None for
             what a training checkpoint has brought along.
         check: called with the opened directory before it is published; raises if it is no model.
-        progress: called with the bytes of each piece that was written.
 
     Returns:
         How many tensors the model has.

@@ -148,10 +148,6 @@ class Manifest:
     def open(self, directory: Path, name: str) -> SafetensorsFile:
         """Open a safetensors file of the checkpoint; all that is read of it is checked.
 
-        Args:
-            directory: of the checkpoint.
-            name: of the file, relative to it.
-
         Raises:
             CheckpointError: it is not listed, damaged, of another save, or holds other tensors than
                 it must.
@@ -273,9 +269,6 @@ def number_of_save(directory: Path) -> int:
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a training checkpoint, after a check against its commit.
-
-    Args:
-        directory: of one step.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or commit or manifest are damaged.

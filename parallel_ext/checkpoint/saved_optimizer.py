@@ -62,7 +62,6 @@ def check_groups(
     """Raise unless the saved groups are those of the optimizer, with options of the same kinds.
 
     Args:
-        optimizer: the running one.
         files_of: for each of its groups the names of its parameters in files.
         saved_files: the same of the saved optimizer.
         options: those of its groups.
@@ -113,7 +112,6 @@ def states_after_a_step(
     0.
 
     Args:
-        optimizer: of which class.
         number: of a group, for errors.
         options: of the group, decoded.
         dims: how many dimensions its parameters have.
@@ -159,8 +157,6 @@ def check_state(
     """Raise a CheckpointError unless a saved state is empty, or what the optimizer will look for.
 
     Args:
-        optimizer: the running one.
-        name: of the parameter.
         state: what it shall get.
         expected: what it keeps of such a parameter after a step, as far as that is known.
     """

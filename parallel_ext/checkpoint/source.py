@@ -122,7 +122,6 @@ class WholeModel:
 
     Args:
         model: a parallel model without adapters.
-        layout: where its tensors live.
         vocabulary: names of those with a row for each id.
     """
 

@@ -56,7 +56,6 @@ def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     Args:
         temporary: the directory, inside of ``root``.
         root: where the checkpoints of a job are.
-        manifest: of the directory.
 
     Raises:
         OSError: the file system refused. Until the directory has its name ``latest`` finds the one

@@ -83,11 +83,6 @@ def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
     :func:`parallel_ext.checkpoint.from_dcp.restore_checkpoint` gives the checkpoint back. What is
     read is compared with its hashes; at most 64 MiB of a tensor are in memory.
 
-    Args:
-        path: directory of a step.
-        out: folder that is made.
-        progress: called with the bytes of each piece that was read.
-
     Returns:
         How many tensors of model and optimizer it holds.
 

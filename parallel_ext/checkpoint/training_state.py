@@ -29,7 +29,6 @@ def encode(value: Any, what: str) -> Any:
     Args:
         value: None, or of the types bool, int, float, str, list, tuple, dict, Counter and small
             tensors, nested as they may be.
-        what: what it is, for the error.
 
     Raises:
         CheckpointError: there is something else in it; names the place and what is there.
@@ -75,7 +74,6 @@ def decode(value: Any, where: str) -> Any:
 
     Args:
         value: parsed JSON, of which nothing is taken for granted.
-        where: what the error names, for example the file.
 
     Raises:
         CheckpointError: it was not made by ``encode``.
@@ -122,11 +120,6 @@ _CLASS_NAME = re.compile(r"[^\W\d]\w{0,199}")
 
 def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
     """Parse and check the content of ``loop.json``.
-
-    Args:
-        content: of the file.
-        path: of the file, for errors.
-        step: of the manifest.
 
     Returns:
         Its fields: ``step``; ``optimizer`` and ``scheduler``, None where there was none;

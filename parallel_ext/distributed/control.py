@@ -65,7 +65,6 @@ class ControlPlane:
 
     Args:
         timeout: seconds after which a rank that does not come is reported.
-        op_name: the function that every rank must call for it, for errors.
         beside: another plane, in whose process this one serves another thread, by a connection to
             the store of its own.
 
@@ -227,8 +226,6 @@ class ControlPlane:
         """All-gather records of one size over a group, in rank order.
 
         Args:
-            record: of this rank.
-            op_name: the call, for errors.
             group: a gloo group made here; all ranks of the job when None.
             timeout: seconds, where it is not that of the job.
 
@@ -252,7 +249,6 @@ class ControlPlane:
         Args:
             value: as :func:`messages.encode` takes it; nothing is pickled.
             records: the dataclasses and named tuples that may be in it.
-            op_name: the call, for errors.
             group: a gloo group made here; all ranks of the job when None.
 
         Raises:
@@ -381,8 +377,6 @@ def require_equal(
     While they are equal it costs one short all-gather.
 
     Args:
-        control: of the ranks.
-        op_name: the call, for errors.
         values: this rank's, by the names that errors use; of the types of :func:`messages.encode`,
             and equal where their ``repr`` is, or as numbers (120 and 120.0).
         records: the dataclasses and named tuples that may be in them.

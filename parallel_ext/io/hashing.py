@@ -69,7 +69,6 @@ class ChunkCheck:
 
     Args:
         record: what the file must be.
-        number: of the chunk in the file.
 
     Attributes:
         start, stop: the bytes of the chunk.
@@ -88,7 +87,6 @@ class ChunkCheck:
         """Raise unless all bytes of the chunk, now taken, are those that were written.
 
         Args:
-            path: of the file, for the error.
             holds: says what the bytes from one offset to another hold, for the error.
 
         Raises:

@@ -68,7 +68,6 @@ def values_in_files(
     Args:
         values: this rank's shards of the tensors of the model, by their names in ``layout``.
         layout: where they live, and under which names the files hold them.
-        rank: this rank.
     """
     return {
         part.name: part_value(value, layout[name], part, rank)
@@ -99,9 +98,7 @@ def write_directory(
     them.
 
     Args:
-        model: the parallel model.
         directory: where to; rank 0's path counts, and must be the same place for all ranks.
-        mesh: the ranks of the model.
         layout: where its tensors live, and under which names files hold them; tied aliases are not
             written.
         config: written as ``config.json``, with the dtype and the class of ``model``.

@@ -63,10 +63,7 @@ def read_shard(
     """Let this rank's boxes of a tensor of a file be read, straight to their places in its shard.
 
     Args:
-        file: that holds it.
-        wanted: which.
         shard: this rank's shard of ``wanted.whole``, on any device; the rest of it stays as it is.
-        rank: this rank.
         reads: does it, when it runs.
 
     Raises:
@@ -156,8 +153,6 @@ def read_shards(
     Args:
         wanted: what, and this rank's shard of ``whole``, to be filled.
         files: that hold them, by name of the tensor.
-        mesh: the ranks.
-        op_name: what the ranks are doing, for errors.
         progress: whether rank 0 shows a bar of what it reads; None for one on a terminal.
 
     Raises:

@@ -52,7 +52,6 @@ def write_again(
         model: whose shapes and dtypes the tensors have.
         out: a directory without files.
         rows: returns the consecutive rows of a tensor, given the file that held it.
-        progress: called with the bytes of each piece that was written.
 
     Returns:
         What was written.
@@ -80,11 +79,8 @@ def write_rows(
     """Write one new file from rows.
 
     Args:
-        path: of the file.
         specs: its tensors, those of wider dtypes first.
         rows: returns the consecutive rows of a tensor.
-        progress: called with the bytes of each piece that was written.
-        metadata: of its header.
 
     Raises:
         CheckpointError, OSError: something cannot be read or written.
@@ -105,8 +101,6 @@ def copy_beside(
     """Copy what lies beside the weights of a model, such as its tokenizer; no subdirectories.
 
     Args:
-        source: directory of the model.
-        out: directory to copy into.
         contents: of files that are others than those of the model, by name.
         without: names of files that are left out.
     """

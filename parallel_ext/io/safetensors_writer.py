@@ -143,7 +143,6 @@ class SafetensorsWriter:
         """Write the next rows, in dimension 0, of the tensor that the header lists next.
 
         Args:
-            name: of that tensor.
             rows: on the CPU; some rows, or the whole tensor.
 
         Raises:

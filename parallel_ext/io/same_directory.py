@@ -22,8 +22,6 @@ def check_same_directory(directory: Path, control: ControlPlane, op_name: str) -
 
     Args:
         directory: where a save is to write; that of rank 0 counts. It need not exist.
-        control: of the ranks, each of which calls it.
-        op_name: the save, for errors.
 
     Raises:
         CheckpointError: some ranks do not see the file; names one of them, and its host.
@@ -54,8 +52,6 @@ def check_all_see(path: Path, directory: Path, control: ControlPlane, op_name: s
     Args:
         path: to look for.
         directory: of which to speak.
-        control: of the ranks, each of which calls it.
-        op_name: what the ranks are doing, for errors.
 
     Raises:
         CheckpointError: some ranks do not see it; names one of them, and its host.

@@ -22,8 +22,6 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
 
     Args:
         model: its parameters and persistent buffers are taken, by HuggingFace name.
-        layout: of the model.
-        rank: this rank.
 
     Raises:
         CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
@@ -93,8 +91,6 @@ def gather_in_step(
 
     Args:
         shards: by name this rank's shard and its layout; the same names in one order on all ranks.
-        mesh: the ranks.
-        op_name: what the ranks are doing, for errors.
         writer_only: only rank 0 receives the tensors, else every rank of the job does.
 
     Returns:
@@ -131,9 +127,6 @@ def gather_state_dict(
     does, on the CPU of the ranks that receive it.
 
     Args:
-        model: the parallel model.
-        mesh: its ranks.
-        layout: where its tensors live.
         writer_only: only rank 0 receives the tensors, else every rank of the job does.
 
     Returns:

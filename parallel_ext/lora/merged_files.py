@@ -134,11 +134,6 @@ class _Adapter:
     ) -> Callable[[int, int], torch.Tensor]:
         """Return a function that computes what is added to some rows of a tensor.
 
-        Args:
-            target: name of the tensor.
-            shape: of it.
-            wide: dtype of the sum.
-
         Raises:
             CheckpointError: a factor is missing, or does not fit the tensor.
         """
@@ -195,8 +190,6 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     Args:
         adapter: folder of a LoRA adapter as PEFT saves it.
         base: folder of the model that it was trained on, or of the one with images around it.
-        out: folder that is made.
-        progress: called with the bytes of each piece that was written.
 
     Raises:
         CheckpointError: the adapter cannot be merged so, or does not belong to the model; nothing

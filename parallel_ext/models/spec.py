@@ -234,13 +234,9 @@ def plan(
     A pure function of its arguments, so that every rank computes the same.
 
     Args:
-        spec: the architecture.
         shapes: full shape of every parameter and persistent buffer by HuggingFace name; tied
             aliases may be left out.
         tied: alias -> the name of the tensor that it shares.
-        sizes: from the configuration.
-        tp_size: ranks to shard over.
-        ep_size: ranks to shard the experts over.
         vocab_multiple_of: boundaries between vocabulary shards are multiples of this.
 
     Returns:

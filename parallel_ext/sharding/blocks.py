@@ -34,7 +34,6 @@ def share_blocks(blocks: Sequence[Range], tp_size: int, what: str) -> tuple[Rang
 
     Args:
         blocks: in order; consecutive ones may be equal.
-        tp_size: number of ranks.
         what: the blocks are of, for the error.
 
     Raises:
@@ -119,9 +118,7 @@ def shard_in_blocks(
     """Return the layout of a tensor of which each rank holds whole blocks along ``dim``.
 
     Args:
-        name, shape, dim: of the tensor.
         blocks: of the first of its parts, in order; consecutive ones may be equal.
-        tp_size: number of ranks.
         parts: as of :class:`TensorLayout`.
 
     Raises:

@@ -142,8 +142,6 @@ def end_leaves(
     Args:
         running: the steps whose leaves have begun.
         accelerator: that prepared them.
-        loss: a scalar.
-        options: of ``Tensor.backward``.
 
     Raises:
         NotImplementedError: accelerate would scale the loss for fp16.

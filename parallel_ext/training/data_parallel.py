@@ -129,9 +129,7 @@ def average_beside(
 
     Args:
         parameters: by name, of no parallel model, such as those of a head of the user's own.
-        mesh: the ranks that hold them.
         sums: of the parallel model that is trained with them, if there is one.
-        op_name: the call, for errors.
 
     Raises:
         DisagreementError: ranks hold other values.

@@ -25,7 +25,6 @@ def unscale_on_all_ranks(
 
     Args:
         scaler: whose scale is compared over the ranks.
-        mesh: the ranks.
         optimizer: whose gradients are unscaled in place.
         inv_scale: what they are multiplied with.
         found_inf: a scalar of 0.

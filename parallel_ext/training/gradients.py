@@ -113,7 +113,6 @@ def total_norm(
         beside: tensors of no parallel model, which all ranks hold equal.
         norm_type: its order, a positive number or ``inf``.
         error_if_nonfinite: raise where it is not finite.
-        op_name: the call, for errors.
 
     Returns:
         A scalar in fp32, in fp64 where a tensor is; the same bits on every rank.

@@ -29,7 +29,6 @@ def sharing_balance_loss(
 
     Args:
         model: that is trained, perhaps inside PEFT's.
-        loop: over the leaves.
         asked: arguments of a forward, which may ask for this loss beside the configuration.
         part: the arguments of the forward of a round, by its number and its rows of the batch.
         context: made for each of these forwards.

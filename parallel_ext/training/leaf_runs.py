@@ -75,10 +75,8 @@ def _over_group(
     """Return sums over all leaves, from the nodes of each rank of a group.
 
     Args:
-        nodes: of this rank.
         like: tensors of the shapes and dtypes of what is summed.
         runs: of the leaves of each rank.
-        count: of all leaves.
         group: whose ranks have all leaves.
     """
     if not like:
