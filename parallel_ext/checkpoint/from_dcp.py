@@ -35,11 +35,6 @@ from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
 
 
-def is_checkpoint(saved: DcpDirectory) -> bool:
-    """Return whether a DCP was made of a training checkpoint, with all that belongs to it."""
-    return f"{FILES}.{MANIFEST_NAME}" in saved.tensors
-
-
 def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> Path:
     """Write the training checkpoint that a DCP was made of, the same bytes in every file.
 
@@ -57,7 +52,7 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
     """
     check_new(out, path)
     saved = DcpDirectory(path)
-    if not is_checkpoint(saved):
+    if f"{FILES}.{MANIFEST_NAME}" not in saved.tensors:
         raise CheckpointError(
             f"{path} holds no training checkpoint of parallel_ext, only tensors; --to hf makes a "
             "model of them"

@@ -16,10 +16,10 @@ from parallel_ext import _C
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.barrier import MonitoredBarrier, forget, long_step
 from parallel_ext.distributed.errors import (
+    SHARED,
     CollectiveTimeout,
     DisagreementError,
     PeerLostError,
-    class_of_name,
     shared_class,
 )
 from parallel_ext.distributed.hosts import Host, Hosts
@@ -56,8 +56,10 @@ _plane_of: WeakValueDictionary[str, ControlPlane] = WeakValueDictionary()  # by 
 
 def _lost_ranks(group_name: str) -> str:
     """Return who is missing in a group where an op has failed, as the begin of a sentence."""
-    plane = _plane_of.get(group_name)
-    return "" if plane is None else plane.lost_in_op(group_name)
+    if (plane := _plane_of.get(group_name)) is None:
+        return ""
+    missing = plane.lost(f"op in {group_name}", group_name)
+    return f"every rank of its group must run it, but {missing}: "
 
 
 class ControlPlane:
@@ -180,12 +182,8 @@ class ControlPlane:
         if self._barrier is not None:
             self._barrier.wait(op_name)
 
-    def lost_in_op(self, group_name: str) -> str:
-        """Return who is missing in a group where an op has failed on this rank."""
-        missing = self._lost(f"op in {group_name}", group_name)
-        return f"every rank of its group must run it, but {missing}: "
-
-    def _lost(self, failed: str, group_name: str) -> str:
+    def lost(self, failed: str, group_name: str) -> str:
+        """Return in words who of a group is missing, as :meth:`MonitoredBarrier.lost`."""
         ranks = dist.get_process_group_ranks(self.process_groups[group_name])
         return self._barrier.lost(failed, ranks)
 
@@ -210,7 +208,7 @@ class ControlPlane:
             raise
         except RuntimeError as error:
             failed = f"{group.name}/{self._calls[group.name]}"
-            missing = self._lost(failed, group.name)
+            missing = self.lost(failed, group.name)
             raise CollectiveTimeout(
                 f"{op_name}: {self.members.get(group, 'every rank')} must call it and stay in "
                 f"step, but {missing}{hint(error)}"
@@ -357,7 +355,7 @@ class ControlPlane:
         if not causes:
             seen = "; ".join(where for where, _ in broken)
             raise CollectiveTimeout(f"{op_name}: {seen}") from failure
-        shared = class_of_name(causes[0][1])
+        shared = SHARED[causes[0][1]]
         if isinstance(failure, shared) and not peer_lost:
             raise failure
         raise shared(f"{op_name} failed on {'; '.join(where for where, _ in causes)}") from failure

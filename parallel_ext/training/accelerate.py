@@ -50,11 +50,6 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _owner(optimizer: Any) -> nn.Module | None:
-    """Return the parallel model whose parameters an optimizer has; None for another's."""
-    return next((owned.model for owned in owners_in(unwrapped(optimizer)).values()), None)
-
-
 class _Parts:
     """The parallel models that an ``Accelerator`` has prepared, apart from all else.
 
@@ -68,7 +63,8 @@ class _Parts:
         optimizers: dict[int, list[Any]] = {}
         self._others: list[Any] = []
         for optimizer in accelerator._optimizers:
-            if (model := _owner(optimizer)) is None:
+            owners = owners_in(unwrapped(optimizer)).values()
+            if (model := next((owned.model for owned in owners), None)) is None:
                 self._others.append(optimizer)
                 continue
             models.setdefault(id(state_of(model)), model)

@@ -110,11 +110,8 @@ def _kept_optimizer(optimizer: torch.optim.Optimizer) -> Restore:
 
 
 def _random_numbers(device: torch.device) -> Restore:
-    of_torch, of_python, of_numpy = (
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state(),
-    )
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy = numpy.random.get_state()
     of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore() -> None:
