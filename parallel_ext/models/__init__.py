@@ -9,28 +9,15 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
-from parallel_ext.models.deepseek_v3 import (
-    DEEPSEEK_V3,
-    DOTS1,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-    GLM4V_MOE_TEXT,
-)
+from parallel_ext.models.deepseek import DEEPSEEK
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from parallel_ext.models.gpt_oss import GPT_OSS
 from parallel_ext.models.llama import DENSE
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
-from parallel_ext.models.qwen2_moe import QWEN2_MOE
-from parallel_ext.models.qwen3_5 import (
-    QWEN3_5_MOE_TEXT,
-    QWEN3_5_TEXT,
-    QWEN3_NEXT,
-    QWEN3_VL_MOE_TEXT,
-)
-from parallel_ext.models.qwen3_moe import OLMOE, QWEN3_MOE
+from parallel_ext.models.qwen3_5 import NEWEST_QWEN
+from parallel_ext.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import (
     AttentionNames,
@@ -55,9 +42,7 @@ SPECS: dict[str, ModelSpec] = {
         *DENSE,
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE_TEXT),
-        *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, QWEN3_NEXT),
-        *(QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT),
+        *(*DEEPSEEK, ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, *NEWEST_QWEN),
     )
 }
 """The architectures that are served, by ``config.model_type``."""

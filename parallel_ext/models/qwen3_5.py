@@ -6,8 +6,7 @@ Qwen3-VL has the mixture of Qwen3.5 in the layers of Qwen3.
 from dataclasses import replace
 
 from parallel_ext.models.llama import QWEN3
-from parallel_ext.models.qwen2_moe import QWEN2_MOE
-from parallel_ext.models.qwen3_moe import QWEN3_MOE
+from parallel_ext.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from parallel_ext.models.sublayers import DeltaNetNames
 
 QWEN3_5_TEXT = replace(
@@ -55,3 +54,4 @@ QWEN3_NEXT = replace(
         QWEN2_MOE.mixture, router_class="Qwen3NextTopKRouter", experts_class="Qwen3NextExperts"
     ),
 )
+NEWEST_QWEN = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT)

@@ -1,6 +1,6 @@
 """Qwen3-MoE: heads that are normalised one by one, and layers that are dense or a mixture.
 
-OLMoE has the same mixture, in all layers.
+OLMoE has the same mixture, in all layers; Qwen2-MoE beside an expert that all tokens share.
 
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallel_ext.models.llama import OLMO2, QWEN3
+from parallel_ext.models.llama import ATTENTION, MLP, OLMO2, QWEN3
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -52,5 +52,17 @@ OLMOE = replace(
     attention=replace(OLMO2.attention, norm_class="OlmoeRMSNorm"),
     mixture=replace(
         QWEN3_MOE.mixture, router_class="OlmoeTopKRouter", experts_class="OlmoeExperts"
+    ),
+)
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    attention=ATTENTION,
+    mixture=replace(
+        QWEN3_MOE.mixture,
+        router_class="Qwen2MoeTopKRouter",
+        experts_class="Qwen2MoeExperts",
+        shared=replace(MLP, name="shared_expert"),
+        shared_gate="shared_expert_gate",
     ),
 )
