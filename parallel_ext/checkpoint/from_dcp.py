@@ -48,7 +48,6 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
     Raises:
         CheckpointError: the DCP is of something else, or is damaged: a file would not have the
             hashes that the first save wrote. Nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     saved = DcpDirectory(path)
@@ -145,7 +144,6 @@ def model_of_dcp(
 
     Raises:
         CheckpointError: there are no such tensors, or not those of the model; nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     saved = DcpDirectory(path)

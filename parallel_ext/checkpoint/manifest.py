@@ -99,11 +99,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Manifest:
-        """Parse the content of the manifest's file ``path``.
-
-        Raises:
-            CheckpointError: it is not one; names the field that is wrong.
-        """
+        """Parse the content of the manifest's file; an error names the field that is wrong."""
         parsed = parse_json(content, path)
         fields = Fields(parsed, path)
         if parsed.get("version") != _VERSION:
@@ -193,11 +189,7 @@ class Manifest:
             )
 
     def read(self, directory: Path, name: str) -> bytes:
-        """Read a small file of the checkpoint as a whole, checked.
-
-        Raises:
-            CheckpointError: it is not listed, missing or damaged.
-        """
+        """Read a small file of the checkpoint as a whole; an error if it is not as listed."""
         record = self._listed(directory, name)
         content = read_content(directory / name, MAX_OWN_JSON_BYTES, links=False)
         record.check(content, directory / name)

@@ -21,7 +21,6 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
 
     Raises:
         CheckpointError: the checkpoint is damaged; nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     manifest = read_manifest(path)

@@ -32,11 +32,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the hyperparameters of a group from what :func:`options_of` returned.
-
-    Raises:
-        CheckpointError: it was not made by :func:`options_of`.
-    """
+    """Decode the hyperparameters of a group from what :func:`options_of` returned."""
     return {key: decode(value, f"the option {key!r} of a group") for key, value in saved.items()}
 
 
@@ -59,7 +55,7 @@ def check_groups(
     saved_files: Sequence[Sequence[str]],
     options: Sequence[Mapping[str, Any]],
 ) -> list[dict[int, dict[str, torch.Tensor]]]:
-    """Raise unless the saved groups are those of the optimizer, with options of the same kinds.
+    """Raise a CheckpointError unless saved groups are an optimizer's, with options of such kinds.
 
     Args:
         files_of: for each of its groups the names of its parameters in files.
@@ -68,9 +64,6 @@ def check_groups(
 
     Returns:
         For each group :func:`states_after_a_step`.
-
-    Raises:
-        CheckpointError: they are not; names the group and the parameter or option.
     """
     if len(files_of) != len(saved_files):
         raise CheckpointError(

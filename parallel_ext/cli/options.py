@@ -9,11 +9,7 @@ from pathlib import Path
 
 
 def existing(text: str) -> Path:
-    """Return the path that an option gives.
-
-    Raises:
-        ArgumentTypeError: nothing is there.
-    """
+    """Return the path of an option; an ArgumentTypeError where nothing is there."""
     path = Path(text)
     if not path.exists():
         raise ArgumentTypeError(f"{text} does not exist")
@@ -21,11 +17,7 @@ def existing(text: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """Return the integer of at least 1 that an option gives.
-
-    Raises:
-        ArgumentTypeError: it is another, or none.
-    """
+    """Return the integer of an option; an ArgumentTypeError where it is not at least 1."""
     try:
         number = int(text)
     except ValueError:

@@ -226,9 +226,6 @@ class ControlPlane:
         Args:
             group: a gloo group made here; all ranks of the job when None.
             timeout: seconds, where it is not that of the job.
-
-        Raises:
-            CollectiveTimeout: a rank did not come within the time; names it.
         """
         group, timeout = group or self.group, timeout or self.timeout
         return self.run_collective(
@@ -248,9 +245,6 @@ class ControlPlane:
             value: as :func:`messages.encode` takes it; nothing is pickled.
             records: the dataclasses and named tuples that may be in it.
             group: a gloo group made here; all ranks of the job when None.
-
-        Raises:
-            CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
         """
         group = group or self.group
         if group.size == 1:

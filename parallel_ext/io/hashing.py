@@ -51,11 +51,7 @@ class FileRecord:
         return hasher.record()
 
     def check(self, content: bytes, path: Path) -> None:
-        """Raise unless a file that was read as a whole has this size and these hashes.
-
-        Raises:
-            CheckpointError: it is another; names the file, the bytes, and both hashes.
-        """
+        """Raise a CheckpointError unless a whole file has this size and these hashes."""
         if len(content) != self.size:
             raise wrong_size(path, self.size, len(content))
         for number in range(len(self.hashes)):
@@ -84,13 +80,10 @@ class ChunkCheck:
         self._hash.update(memory)
 
     def finish(self, path: Path, holds: Holds = lambda start, stop: "") -> None:
-        """Raise unless all bytes of the chunk, now taken, are those that were written.
+        """Raise a CheckpointError unless the bytes of the chunk, now taken, are those written.
 
         Args:
             holds: says what the bytes from one offset to another hold, for the error.
-
-        Raises:
-            CheckpointError: they are not.
         """
         if (found := self._hash.hexdigest()) != self._expected:
             raise CheckpointError(

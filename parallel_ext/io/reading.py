@@ -65,9 +65,6 @@ def read_shard(
     Args:
         shard: this rank's shard of ``wanted.whole``, on any device; the rest of it stays as it is.
         reads: does it, when it runs.
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     for box, place in part_views(shard, wanted.whole, wanted.part, rank):
         if wanted.transposed:
@@ -88,11 +85,7 @@ class Reads:
         self._passes: list[dict[int, list[Piece]]] = []  # by chunk; the first is nearly always all
 
     def add(self, file: SafetensorsFile, places: Iterable[Place]) -> None:
-        """Add places of a file, after those of lower offsets.
-
-        Raises:
-            CheckpointError: what was added of the file before cannot be read.
-        """
+        """Add places of a file, after those of lower offsets."""
         if self._file is not file:
             self.finish()
             self._file = file
@@ -115,9 +108,6 @@ class Reads:
 
         Args:
             keep: how many of the last chunks.
-
-        Raises:
-            CheckpointError: it cannot be read.
         """
         for each in self._passes:
             numbers = sorted(each)[: len(each) - keep]

@@ -288,9 +288,6 @@ class SafetensorsFile:
         Args:
             start, stop: the rows, half-open; of a tensor of one number all is read.
             dtype: of what is returned; that in the file when None.
-
-        Raises:
-            CheckpointError: as of :meth:`read_box`.
         """
         entry = self.tensors[name]
         box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()

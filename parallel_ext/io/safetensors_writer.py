@@ -47,9 +47,6 @@ def write_tensors(
     Returns:
         The writer, which is closed; its ``record()`` is that of the file if ``chunk_bytes`` are
         given.
-
-    Raises:
-        CheckpointError, OSError: as :class:`SafetensorsWriter`.
     """
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
     specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]

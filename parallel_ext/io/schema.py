@@ -45,9 +45,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Args:
         path: of a file of a saved model.
-
-    Raises:
-        CheckpointError: as :func:`open_file` and :func:`parse_json`, or the file is too large.
     """
     return parse_json(read_content(path), path)
 

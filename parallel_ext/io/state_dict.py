@@ -65,11 +65,7 @@ def _error(model: nn.Module, what: str) -> CheckpointError:
 
 
 def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:
-    """Raise unless tensors have the shapes of ``rank``'s shards.
-
-    Raises:
-        CheckpointError: one of them has another shape, or is on ``meta``.
-    """
+    """Raise a CheckpointError unless tensors have the shapes of ``rank``'s shards, and memory."""
     for name, value in values.items():
         expected = layout[name].local_shape(rank)
         # FSDP leaves alone what is empty here, so its other sides stay what they were.

@@ -194,7 +194,6 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     Raises:
         CheckpointError: the adapter cannot be merged so, or does not belong to the model; nothing
             is written.
-        OSError: a file cannot be read or written.
     """
     for source in (base, adapter):
         check_new(out, source)

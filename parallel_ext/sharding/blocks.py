@@ -96,11 +96,7 @@ class AttentionBlocks:
         return (q1 - q0) // (k1 - k0)
 
     def heads(self, tp_size: int) -> AttentionHeads:
-        """Return the heads of each tp rank.
-
-        Raises:
-            ValueError: there are more ranks than blocks.
-        """
+        """Return the heads of each tp rank."""
         what = "the attention"
         return AttentionHeads(
             share_blocks(self.query, tp_size, what), share_blocks(self.key_value, tp_size, what)
@@ -120,9 +116,6 @@ def shard_in_blocks(
     Args:
         blocks: of the first of its parts, in order; consecutive ones may be equal.
         parts: as of :class:`TensorLayout`.
-
-    Raises:
-        ValueError: there are more ranks than blocks.
 
     Example:
         >>> shard_in_blocks("qkv", (8, 5), 0, ((0, 2), (2, 4)), 2, (2, 1, 1)).ranges(1)

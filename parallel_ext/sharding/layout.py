@@ -276,8 +276,6 @@ def shard_joined(
     """Return the layout of a tensor joined of several along ``dim``, each split over all ranks.
 
     Args:
-        name: of the tensor, for example a fused query, key and value.
-        dim: along which it was joined.
         sizes: of the joined tensors along ``dim``; they may differ, as with fewer key-value
             heads.
         multiple_of: boundaries inside a joined tensor are multiples of this, for example of the

@@ -52,11 +52,7 @@ class LeafSteps:
             self._hook.remove()
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a leaf with a training forward, unless one runs already.
-
-        Raises:
-            RuntimeError: a backward has run that accelerate knows nothing of.
-        """
+        """Begin a leaf with a training forward, unless one runs already."""
         state = self._state
         if state.leaf_loop is not self._loop:  # of px.train_leaves
             return

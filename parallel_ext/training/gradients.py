@@ -178,9 +178,6 @@ def _sum_of_squares(
     """Return the sum of the squares of all gradients, with the same bits on any layout.
 
     Of each block it is computed alone, and the sum of all blocks is exact, whatever their order.
-
-    Raises:
-        ValueError: the norm is not the Euclidean one.
     """
     if norm_type != 2.0:
         raise ValueError(
