@@ -145,10 +145,6 @@ def collect(
 ) -> OptimizerState:
     """Return what an optimizer holds, without a copy; every rank calls it.
 
-    Args:
-        optimizer: of the parameters of a model, or of some of them.
-        contents: what of the model is saved.
-
     Raises:
         CheckpointError: there is state that is no part of a logical tensor, on all ranks.
         DisagreementError: the ranks' optimizers differ.
@@ -291,8 +287,6 @@ def restore(
     """Make room for a saved state in the layout of this model; the optimizer does not change yet.
 
     Args:
-        optimizer: of the same class and groups of parameters as the saved one.
-        contents: what is loaded of a parallel model of any layout.
         description: of :class:`OptimizerState`.
         saved: all tensors of the saved state, by name.
 

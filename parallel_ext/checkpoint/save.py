@@ -300,12 +300,7 @@ class _Save:
     """A save of which only the tensors are missing.
 
     Attributes:
-        op_name: what the ranks are doing, for errors.
-        root: where the checkpoints of the job are.
         keep: how many of them stay, and every which.
-        temporary: the directory that is being filled.
-        metadata: of each safetensors file.
-        plan: what is written where.
         manifest: of the other files; None but on rank 0.
         progress: whether rank 0 shows a bar; None for one on a terminal.
     """

@@ -99,18 +99,13 @@ def check_groups(
 def states_after_a_step(
     optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any], dims: Collection[int]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return what one of torch's optimizers keeps of small parameters after a step.
+    """Return what one of torch's optimizers keeps of ``dims``-dimensional parameters after a step.
 
     The rate is not tried: a schedule may have brought it where no optimizer begins, such as below
     0.
 
-    Args:
-        number: of a group, for errors.
-        options: of the group, decoded.
-        dims: how many dimensions its parameters have.
-
     Returns:
-        For each of them the state; empty for a step that is not torch's, of which nothing is known.
+        For each number the state; empty for a step that is not torch's, of which nothing is known.
 
     Raises:
         CheckpointError: torch does not take the options, such a parameter, or the step.
@@ -150,7 +145,6 @@ def check_state(
     """Raise a CheckpointError unless a saved state is empty, or what the optimizer will look for.
 
     Args:
-        state: what it shall get.
         expected: what it keeps of such a parameter after a step, as far as that is known.
     """
     if state and (missing := expected.keys() - state.keys()):

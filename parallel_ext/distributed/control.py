@@ -118,10 +118,6 @@ class ControlPlane:
 
         Every rank of the job calls it.
 
-        Args:
-            ranks_of: the ranks of each group.
-            options: as of ``torch.distributed.new_group``.
-
         Raises:
             CollectiveTimeout: ranks did not connect within ``timeout`` seconds; names them.
         """

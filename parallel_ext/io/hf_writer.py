@@ -63,12 +63,7 @@ def parse_size(size: int | str) -> int:
 def values_in_files(
     values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of every tensor of a model's files, by its name in them.
-
-    Args:
-        values: this rank's shards of the tensors of the model, by their names in ``layout``.
-        layout: where they live, and under which names the files hold them.
-    """
+    """Return this rank's shard of every tensor of a model's files, by its name in them."""
     return {
         part.name: part_value(value, layout[name], part, rank)
         for name, value in values.items()

@@ -50,10 +50,6 @@ def check_same_directory(directory: Path, control: ControlPlane, op_name: str) -
 def check_all_see(path: Path, directory: Path, control: ControlPlane, op_name: str) -> None:
     """Raise on every rank unless all ranks of a job on several hosts see a path.
 
-    Args:
-        path: to look for.
-        directory: of which to speak.
-
     Raises:
         CheckpointError: some ranks do not see it; names one of them, and its host.
     """

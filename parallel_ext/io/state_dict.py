@@ -20,8 +20,7 @@ from parallel_ext.sharding.slices import local_part
 def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
     """Return this rank's shard of every tensor of ``layout``, in its order, without a copy.
 
-    Args:
-        model: its parameters and persistent buffers are taken, by HuggingFace name.
+    Parameters and persistent buffers are taken, by HuggingFace name.
 
     Raises:
         CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
@@ -132,9 +131,6 @@ def gather_state_dict(
     Raises:
         CollectiveTimeout: not all ranks called it.
         CheckpointError: the model does not hold what its layout says; on all ranks.
-
-    Example:
-        >>> state = gather_state_dict(model, mesh, layout)  # doctest: +SKIP
     """
     op_name = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.control.barrier(op_name)

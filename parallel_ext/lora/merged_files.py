@@ -132,11 +132,7 @@ class _Adapter:
     def rows_added(
         self, target: str, shape: tuple[int, ...], wide: torch.dtype
     ) -> Callable[[int, int], torch.Tensor]:
-        """Return a function that computes what is added to some rows of a tensor.
-
-        Raises:
-            CheckpointError: a factor is missing, or does not fit the tensor.
-        """
+        """Return a function that computes what is added to some rows of a tensor."""
         of_expert = target in self.experts
         left, right = (self._of_expert if of_expert else self._of_module)(target, wide)
         expected = (len(left), right.size(1))[: 1 if target.endswith(".bias") else 2]

@@ -34,7 +34,6 @@ def share_blocks(blocks: Sequence[Range], tp_size: int, what: str) -> tuple[Rang
 
     Args:
         blocks: in order; consecutive ones may be equal.
-        what: the blocks are of, for the error.
 
     Raises:
         ValueError: there are more ranks than blocks.

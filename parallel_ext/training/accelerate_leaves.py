@@ -135,10 +135,6 @@ def end_leaves(
 
     The mean over them is the loss of a step, as in accelerate with as many batches of one process.
 
-    Args:
-        running: the steps whose leaves have begun.
-        accelerator: that prepared them.
-
     Raises:
         NotImplementedError: accelerate would scale the loss for fp16.
     """

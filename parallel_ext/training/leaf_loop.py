@@ -24,11 +24,6 @@ class LeafLoop(ABC):
     Iterating gives the rows of each leaf of this rank, as a slice of the batch. A rank may be given
     a leaf of which nothing counts, so that it takes part in what the others exchange.
 
-    Args:
-        model: that was parallelized.
-        state: of the model.
-        rows: of the batch.
-
     Attributes:
         loss: after the context the sum of the losses of all leaves, a scalar, the same on every
             rank.

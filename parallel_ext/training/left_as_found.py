@@ -30,7 +30,6 @@ def left_as_found(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     masks of ``lora_dropout`` and the counts of ``px.RoutingMetrics`` continue where they were.
 
     Args:
-        model: a parallel model, perhaps inside PEFT's.
         optimizer: that steps in the block; None where none does.
     """
     own, state = model_of(model), state_of(model)

@@ -52,7 +52,6 @@ def run_leaves(
 
     Args:
         batches: this rank's, one in each round of leaves.
-        rows: of each batch.
         train: runs forward and backward of a batch, and returns its share of the step's loss.
         context: in which a trainer runs a forward.
 
