@@ -135,12 +135,8 @@ def save_state(
         weights[:] = [each for each in weights if each is not LEFT_OUT]
 
     def others() -> Any:
-        hook = self.register_save_state_pre_hook(leave_out)
-        try:
-            with parts.left_out():
-                location = plain(self, *args, **kwargs)
-        finally:
-            hook.remove()
+        with self.register_save_state_pre_hook(leave_out), parts.left_out():
+            location = plain(self, *args, **kwargs)
         # The checkpoint holds the random numbers of all ranks, so accelerate's file is removed.
         Path(location, f"{RNG_STATE_NAME}_{self.process_index}.pkl").unlink(missing_ok=True)
         return location
@@ -174,10 +170,6 @@ def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
             resumed = load_checkpoint(root, *prepared)
             loaded.append((resumed.data_state or {}).get(_STEP, self.step))
 
-    hook = self.register_load_state_pre_hook(load)
-    try:
-        with parts.left_out():
-            control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
-    finally:
-        hook.remove()
+    with self.register_load_state_pre_hook(load), parts.left_out():
+        control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
     self.step = loaded[0]
