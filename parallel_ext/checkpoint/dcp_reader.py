@@ -54,9 +54,6 @@ class _Unpickler(pickle.Unpickler):
 class DcpDirectory:
     """A directory that ``dcp.save`` wrote.
 
-    Args:
-        path: of the directory.
-
     Attributes:
         tensors: dtype and shape of each tensor, by its name in the DCP.
         paths: the keys that lead to each value in the state dict that was saved, by its name.

@@ -35,18 +35,12 @@ from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
 
 
-def is_checkpoint(saved: DcpDirectory) -> bool:
-    """Return whether a DCP was made of a training checkpoint, with all that belongs to it."""
-    return f"{FILES}.{MANIFEST_NAME}" in saved.tensors
-
-
 def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> Path:
     """Write the training checkpoint that a DCP was made of, the same bytes in every file.
 
     Args:
         path: directory of a DCP that ``to_dcp`` made.
         out: folder for checkpoints, which is made; the step is in it afterwards.
-        progress: called with the bytes of each piece that was written.
 
     Returns:
         The directory of the step.
@@ -54,11 +48,10 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
     Raises:
         CheckpointError: the DCP is of something else, or is damaged: a file would not have the
             hashes that the first save wrote. Nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     saved = DcpDirectory(path)
-    if not is_checkpoint(saved):
+    if f"{FILES}.{MANIFEST_NAME}" not in saved.tensors:
         raise CheckpointError(
             f"{path} holds no training checkpoint of parallel_ext, only tensors; --to hf makes a "
             "model of them"
@@ -142,18 +135,15 @@ def model_of_dcp(
 
     Args:
         path: directory of a DCP, of this package or another program.
-        out: folder that is made.
         config: folder with ``config.json`` and what else is to lie beside the tensors; None for
             what a training checkpoint has brought along.
         check: called with the opened directory before it is published; raises if it is no model.
-        progress: called with the bytes of each piece that was written.
 
     Returns:
         How many tensors the model has.
 
     Raises:
         CheckpointError: there are no such tensors, or not those of the model; nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     saved = DcpDirectory(path)

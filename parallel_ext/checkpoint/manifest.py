@@ -38,8 +38,7 @@ LOOP_NAME = f"{STATE_FOLDER}/loop.json"
 FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
 _MAX_COMMIT_BYTES = 4096
 _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 30  # bytes
-_SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_HASH = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]{32}")  # of a save's id, or a hash
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Manifest:
-        """Parse the content of the manifest's file ``path``.
-
-        Raises:
-            CheckpointError: it is not one; names the field that is wrong.
-        """
+        """Parse the content of the manifest's file; an error names the field that is wrong."""
         parsed = parse_json(content, path)
         fields = Fields(parsed, path)
         if parsed.get("version") != _VERSION:
@@ -137,7 +132,7 @@ class Manifest:
         for name in non_finite:
             Fields(non_finite, f"{path}: non_finite").number(name)
         return cls(
-            fields.matching("save_id", _SAVE_ID),
+            fields.matching("save_id", _HEX),
             fields.number("step"),
             fields.number("number"),
             fields.object("saved_by"),
@@ -148,10 +143,6 @@ class Manifest:
 
     def open(self, directory: Path, name: str) -> SafetensorsFile:
         """Open a safetensors file of the checkpoint; all that is read of it is checked.
-
-        Args:
-            directory: of the checkpoint.
-            name: of the file, relative to it.
 
         Raises:
             CheckpointError: it is not listed, damaged, of another save, or holds other tensors than
@@ -198,11 +189,7 @@ class Manifest:
             )
 
     def read(self, directory: Path, name: str) -> bytes:
-        """Read a small file of the checkpoint as a whole, checked.
-
-        Raises:
-            CheckpointError: it is not listed, missing or damaged.
-        """
+        """Read a small file of the checkpoint as a whole; an error if it is not as listed."""
         record = self._listed(directory, name)
         content = read_content(directory / name, MAX_OWN_JSON_BYTES, links=False)
         record.check(content, directory / name)
@@ -241,7 +228,7 @@ def bits_of(invariant: Invariant | None, device: torch.device) -> str:
 def _record(fields: Fields, chunk_bytes: int) -> FileRecord:
     fields.exactly("size", "xxh3_128")
     hashes = fields.list_of(
-        "xxh3_128", lambda h: isinstance(h, str) and bool(_HASH.fullmatch(h)), "hashes"
+        "xxh3_128", lambda h: isinstance(h, str) and bool(_HEX.fullmatch(h)), "hashes"
     )
     record = FileRecord(fields.number("size"), chunk_bytes, tuple(hashes))
     if len(hashes) != -(-record.size // chunk_bytes):
@@ -274,9 +261,6 @@ def number_of_save(directory: Path) -> int:
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a training checkpoint, after a check against its commit.
-
-    Args:
-        directory: of one step.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or commit or manifest are damaged.

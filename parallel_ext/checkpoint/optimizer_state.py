@@ -145,12 +145,6 @@ def collect(
 ) -> OptimizerState:
     """Return what an optimizer holds, without a copy; every rank calls it.
 
-    Args:
-        optimizer: of the parameters of a model, or of some of them.
-        contents: what of the model is saved.
-        mesh: the ranks of the model.
-        op_name: what the ranks are doing, for errors.
-
     Raises:
         CheckpointError: there is state that is no part of a logical tensor, on all ranks.
         DisagreementError: the ranks' optimizers differ.
@@ -232,19 +226,19 @@ def _by_file(
     at: TensorLayout,
     rank: int,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, TensorLayout]]]:
-    """Yield a state under its names in the files, each with this rank's shard and its layout.
+    """Yield a state under its names in the files, each with this rank's shard and its layout."""
+    for part in _parts(layout, name, at):
+        own = f"{key}/{part.name}"
+        yield own, (part_value(value, at, part, rank), replace(part.layout(at), name=own))
+
+
+def _parts(layout: ModelLayout, name: str, at: TensorLayout) -> tuple[Part, ...]:
+    """Return the tensors of files that a state with the layout ``at`` lies in.
 
     A state that is of no part of the parameter has its name in the model: a mean over rows is one
     of all rows of a parameter that files hold as several tensors.
     """
-    whole = layout[name]
-    if at is not whole:
-        own = f"{key}/{name}"
-        yield own, (value, replace(at, name=own))
-        return
-    for part in layout.parts_of(name):
-        own = f"{key}/{part.name}"
-        yield own, (part_value(value, whole, part, rank), replace(part.layout(whole), name=own))
+    return layout.parts_of(name) if at is layout[name] else (Part(name, name, at.whole, False),)
 
 
 def _description(
@@ -293,11 +287,8 @@ def restore(
     """Make room for a saved state in the layout of this model; the optimizer does not change yet.
 
     Args:
-        optimizer: of the same class and groups of parameters as the saved one.
-        contents: what is loaded of a parallel model of any layout.
         description: of :class:`OptimizerState`.
         saved: all tensors of the saved state, by name.
-        rank: this rank.
 
     Returns:
         What is to be read to where, and what gives it to the optimizer afterwards.
@@ -392,17 +383,14 @@ def _room(
     rank: int,
 ) -> tuple[torch.Tensor, list[tuple[Wanted, torch.Tensor]]]:
     """Return a tensor for a state of one parameter, and what is to be read, which fills it."""
-    whole = layout[name]
-    if at is whole:
-        parts = layout.parts_of(name)
+    if at is layout[name]:
         tensor = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
     else:
-        whole, parts = at, (Part(name, name, at.whole, index=False),)
         shape, device = at.local_shape(rank), local_part(parameter).device
         tensor = torch.empty(shape, dtype=spec.dtype, device=device)
-    wanted = [Wanted(f"{key}/{part.name}", whole, part) for part in parts]
+    wanted = [Wanted(f"{key}/{part.name}", at, part) for part in _parts(layout, name, at)]
     for each in wanted:
-        shape = each.part.layout(whole).shape
+        shape = each.part.layout(at).shape
         found = saved.get(each.name)
         if found is None or found.shape != shape:
             raise CheckpointError(

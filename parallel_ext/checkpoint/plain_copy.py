@@ -16,17 +16,11 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
 
     HuggingFace's ``from_pretrained`` reads it, or PEFT's where an adapter was trained.
 
-    Args:
-        path: directory of a step.
-        out: folder that is made.
-        progress: called with the bytes of each piece that was written.
-
     Returns:
         How many tensors the directory holds.
 
     Raises:
         CheckpointError: the checkpoint is damaged; nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     manifest = read_manifest(path)

@@ -189,7 +189,9 @@ def save_checkpoint(
             )
             number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
             bits = bits_of(state.invariant, mesh.device)
-            by = _saved_by(mesh) | ({"bits": bits} if bits else {})
+            by = {"parallel_ext": VERSION, "torch": torch.__version__}
+            by |= {"transformers": version("transformers"), **rng.mesh_sizes(mesh)}
+            by |= {"bits": bits} if bits else {}
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
 
@@ -298,12 +300,7 @@ class _Save:
     """A save of which only the tensors are missing.
 
     Attributes:
-        op_name: what the ranks are doing, for errors.
-        root: where the checkpoints of the job are.
         keep: how many of them stay, and every which.
-        temporary: the directory that is being filled.
-        metadata: of each safetensors file.
-        plan: what is written where.
         manifest: of the other files; None but on rank 0.
         progress: whether rank 0 shows a bar; None for one on a terminal.
     """
@@ -357,8 +354,3 @@ def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
     disk.make_directory(temporary)
     disk.make_directory(temporary / STATE_FOLDER)
     return temporary, save_id
-
-
-def _saved_by(mesh: Mesh) -> dict[str, Any]:
-    versions = {"parallel_ext": VERSION, "torch": torch.__version__}
-    return {**versions, "transformers": version("transformers"), **rng.mesh_sizes(mesh)}

@@ -32,11 +32,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the hyperparameters of a group from what :func:`options_of` returned.
-
-    Raises:
-        CheckpointError: it was not made by :func:`options_of`.
-    """
+    """Decode the hyperparameters of a group from what :func:`options_of` returned."""
     return {key: decode(value, f"the option {key!r} of a group") for key, value in saved.items()}
 
 
@@ -59,19 +55,15 @@ def check_groups(
     saved_files: Sequence[Sequence[str]],
     options: Sequence[Mapping[str, Any]],
 ) -> list[dict[int, dict[str, torch.Tensor]]]:
-    """Raise unless the saved groups are those of the optimizer, with options of the same kinds.
+    """Raise a CheckpointError unless saved groups are an optimizer's, with options of such kinds.
 
     Args:
-        optimizer: the running one.
         files_of: for each of its groups the names of its parameters in files.
         saved_files: the same of the saved optimizer.
         options: those of its groups.
 
     Returns:
         For each group :func:`states_after_a_step`.
-
-    Raises:
-        CheckpointError: they are not; names the group and the parameter or option.
     """
     if len(files_of) != len(saved_files):
         raise CheckpointError(
@@ -107,19 +99,13 @@ def check_groups(
 def states_after_a_step(
     optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any], dims: Collection[int]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return what one of torch's optimizers keeps of small parameters after a step.
+    """Return what one of torch's optimizers keeps of ``dims``-dimensional parameters after a step.
 
     The rate is not tried: a schedule may have brought it where no optimizer begins, such as below
     0.
 
-    Args:
-        optimizer: of which class.
-        number: of a group, for errors.
-        options: of the group, decoded.
-        dims: how many dimensions its parameters have.
-
     Returns:
-        For each of them the state; empty for a step that is not torch's, of which nothing is known.
+        For each number the state; empty for a step that is not torch's, of which nothing is known.
 
     Raises:
         CheckpointError: torch does not take the options, such a parameter, or the step.
@@ -159,9 +145,6 @@ def check_state(
     """Raise a CheckpointError unless a saved state is empty, or what the optimizer will look for.
 
     Args:
-        optimizer: the running one.
-        name: of the parameter.
-        state: what it shall get.
         expected: what it keeps of such a parameter after a step, as far as that is known.
     """
     if state and (missing := expected.keys() - state.keys()):

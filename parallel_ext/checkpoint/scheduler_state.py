@@ -34,7 +34,6 @@ def saved_for(scheduler: Scheduler, description: dict[str, Any], path: Path) -> 
     Args:
         scheduler: of the class that was saved; torch's would take the state of any other.
         description: an object, as it was read, to be one of :func:`describe`.
-        path: the checkpoint, for the error.
 
     Raises:
         CheckpointError: the state is not that of such a scheduler.

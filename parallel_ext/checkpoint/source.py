@@ -121,8 +121,6 @@ class WholeModel:
     """All parameters and buffers of a model, in a directory that HuggingFace reads.
 
     Args:
-        model: a parallel model without adapters.
-        layout: where its tensors live.
         vocabulary: names of those with a row for each id.
     """
 

@@ -70,9 +70,6 @@ class Copies:
         Copies that were taken before are overwritten. The host does not wait for a GPU: its
         current stream copies before it does what is asked of it later.
 
-        Args:
-            values: on any devices.
-
         Returns:
             The copies by name, contiguous, in host memory.
         """

@@ -53,11 +53,6 @@ def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     A directory of the same step is renamed to ``.trash-...`` before. It is not the one that
     ``LATEST`` names, so that this one is found all the time.
 
-    Args:
-        temporary: the directory, inside of ``root``.
-        root: where the checkpoints of a job are.
-        manifest: of the directory.
-
     Raises:
         OSError: the file system refused. Until the directory has its name ``latest`` finds the one
             before.

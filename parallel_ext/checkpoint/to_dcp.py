@@ -83,17 +83,11 @@ def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
     :func:`parallel_ext.checkpoint.from_dcp.restore_checkpoint` gives the checkpoint back. What is
     read is compared with its hashes; at most 64 MiB of a tensor are in memory.
 
-    Args:
-        path: directory of a step.
-        out: folder that is made.
-        progress: called with the bytes of each piece that was read.
-
     Returns:
         How many tensors of model and optimizer it holds.
 
     Raises:
         CheckpointError: the checkpoint is damaged; nothing is written.
-        OSError: a file cannot be read or written.
     """
     check_new(out, path)
     manifest = read_manifest(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ def encode(value: Any, what: str) -> Any:
     Args:
         value: None, or of the types bool, int, float, str, list, tuple, dict, Counter and small
             tensors, nested as they may be.
-        what: what it is, for the error.
 
     Raises:
         CheckpointError: there is something else in it; names the place and what is there.
@@ -74,7 +74,6 @@ def decode(value: Any, where: str) -> Any:
 
     Args:
         value: parsed JSON, of which nothing is taken for granted.
-        where: what the error names, for example the file.
 
     Raises:
         CheckpointError: it was not made by ``encode``.
@@ -122,11 +121,6 @@ _CLASS_NAME = re.compile(r"[^\W\d]\w{0,199}")
 def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
     """Parse and check the content of ``loop.json``.
 
-    Args:
-        content: of the file.
-        path: of the file, for errors.
-        step: of the manifest.
-
     Returns:
         Its fields: ``step``; ``optimizer`` and ``scheduler``, None where there was none;
         ``data_state``; ``dropout_masks``; ``random``.
@@ -154,7 +148,7 @@ def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
     random.exactly("mesh", "seed", "equal_in_tp")
     random.object("mesh")
     random.number("seed", below=2**64)
-    random.truth("equal_in_tp")
+    random.fits("equal_in_tp", lambda value: type(value) is bool, "true or false")
     return loop
 
 
@@ -175,20 +169,20 @@ def _check_optimizer(optimizer: Fields, where: str) -> None:
         at = numbers.of(key)
         at.exactly("dtype", "most", "others")
         dtype = DTYPES[at.one_of("dtype", DTYPES)]
-        at.fits("most", lambda n, dtype=dtype: n is None or _fits(n, dtype), f"null or {dtype}")
+        at.fits("most", partial(_fits, dtype), f"null or {dtype}")
         others = at.of("others")
         for name in others:
             if name not in names:
                 raise CheckpointError(
                     f"{where}: {key} of {shown(name)}, which is in none of its groups"
                 )
-            others.fits(
-                name, lambda n, dtype=dtype: n is None or _fits(n, dtype), f"null or {dtype}"
-            )
+            others.fits(name, partial(_fits, dtype), f"null or {dtype}")
 
 
-def _fits(number: Any, dtype: torch.dtype) -> bool:
-    """Return whether a tensor of this dtype can hold a number of JSON exactly."""
+def _fits(dtype: torch.dtype, number: Any) -> bool:
+    """Return whether a value of JSON is null, or a number that a tensor of ``dtype`` can hold."""
+    if number is None:
+        return True
     if dtype.is_floating_point:
         if type(number) not in (int, float) or abs(number) > 2**1000:
             return False

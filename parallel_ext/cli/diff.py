@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel_ext.cli.options import existing, positive, tolerance
+from parallel_ext.cli.options import existing, number, positive
 from parallel_ext.cli.saved import PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
 from parallel_ext.io.progress import progress_bar
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to print")
     parser.add_argument(
         "--rtol",
-        type=tolerance,
+        type=number("a finite number of at least 0", lambda n: n >= 0),
         default=0.0,
         help="relative difference that counts as equal, by the largest element of a tensor",
     )

@@ -14,9 +14,6 @@ from parallel_ext.version import VERSION
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of ``parallel-ext``.
 
-    Args:
-        arguments: of the command line; those of the process when None.
-
     Returns:
         The exit code: 0; 1 where ``verify`` finds damage, ``diff`` a difference or ``plan`` nothing
         that fits; 2 for wrong use and for what cannot be read.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 
 def existing(text: str) -> Path:
-    """Return the path that an option gives.
-
-    Raises:
-        ArgumentTypeError: nothing is there.
-    """
+    """Return the path of an option; an ArgumentTypeError where nothing is there."""
     path = Path(text)
     if not path.exists():
         raise ArgumentTypeError(f"{text} does not exist")
@@ -20,11 +17,7 @@ def existing(text: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """Return the integer of at least 1 that an option gives.
-
-    Raises:
-        ArgumentTypeError: it is another, or none.
-    """
+    """Return the integer of an option; an ArgumentTypeError where it is not at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -34,33 +27,19 @@ def positive(text: str) -> int:
     return number
 
 
-def tolerance(text: str) -> float:
-    """Return the finite number of at least 0 that an option gives.
+def number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the type of an option that gives a finite number for which ``fits`` is true.
 
-    Raises:
-        ArgumentTypeError: it is another, or none.
+    Of others it raises an ArgumentTypeError, which says what was ``expected``.
     """
-    number = _number(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
-    return number
 
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and fits(found)):
+            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return found
 
-def gigabytes(text: str) -> float:
-    """Return the finite number above 0 that an option gives.
-
-    Raises:
-        ArgumentTypeError: it is another, or none.
-    """
-    number = _number(text)
-    if not (math.isfinite(number) and number > 0):
-        raise ArgumentTypeError(f"expected a number of GB above 0, got {text!r}")
-    return number
-
-
-def _number(text: str) -> float:
-    """Return a number; NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return parse

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from parallel_ext.cli.options import gigabytes, positive
+from parallel_ext.cli.options import number, positive
 from parallel_ext.cli.saved import newest_step
 from parallel_ext.cli.tables import print_table
 from parallel_ext.distributed.errors import CheckpointError
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each tp rank keeps its own tokens between the sublayers",
     )
+    gigabytes = number("a number of GB above 0", lambda n: n > 0)
     parser.add_argument(
         "--memory", type=gigabytes, metavar="GB", help="of a rank; 1 if nothing fits"
     )

@@ -21,11 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was checked, and return 0, or what is wrong, and return 1.
-
-    Raises:
-        NothingSavedError: there is nothing that can be checked.
-    """
+    """Print what was checked, and return 0, or what is wrong, and return 1."""
     report: dict[str, Any] = {"path": str(options.path)}
     try:
         report |= _check(options.path, quiet=options.json)

@@ -81,11 +81,7 @@ class Background:
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until no work runs, and raise its error if it failed.
-
-        Raises:
-            Exception: what the work raised, if it failed and no earlier call raised it.
-        """
+        """Wait until no work runs, and raise its error if it failed."""
         self.join()
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -32,10 +32,7 @@ def long_step(
     Every rank of the job goes through the same steps, in order.
 
     Args:
-        store: reached by all ranks.
         number: of the step, from 1 on, one more for each.
-        rank: of the job.
-        hosts: of all ranks.
         timeout: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
@@ -107,7 +104,6 @@ class MonitoredBarrier:
 
     Args:
         store: its keys are of this barrier alone.
-        rank, size: of the job.
         timeout: seconds after which a rank that does not come is reported.
 
     Attributes:
@@ -123,7 +119,6 @@ class MonitoredBarrier:
         """Wait until every rank of the job is about to do ``op_name``.
 
         Args:
-            op_name: what is to be done.
             meanwhile: what to call again and again until all have come.
 
         Raises:

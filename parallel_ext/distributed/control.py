@@ -16,10 +16,10 @@ from parallel_ext import _C
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.barrier import MonitoredBarrier, forget, long_step
 from parallel_ext.distributed.errors import (
+    SHARED,
     CollectiveTimeout,
     DisagreementError,
     PeerLostError,
-    class_of_name,
     shared_class,
 )
 from parallel_ext.distributed.hosts import Host, Hosts
@@ -56,8 +56,10 @@ _plane_of: WeakValueDictionary[str, ControlPlane] = WeakValueDictionary()  # by 
 
 def _lost_ranks(group_name: str) -> str:
     """Return who is missing in a group where an op has failed, as the begin of a sentence."""
-    plane = _plane_of.get(group_name)
-    return "" if plane is None else plane.lost_in_op(group_name)
+    if (plane := _plane_of.get(group_name)) is None:
+        return ""
+    missing = plane.lost(f"op in {group_name}", group_name)
+    return f"every rank of its group must run it, but {missing}: "
 
 
 class ControlPlane:
@@ -65,7 +67,6 @@ class ControlPlane:
 
     Args:
         timeout: seconds after which a rank that does not come is reported.
-        op_name: the function that every rank must call for it, for errors.
         beside: another plane, in whose process this one serves another thread, by a connection to
             the store of its own.
 
@@ -116,10 +117,6 @@ class ControlPlane:
         """Create groups, and return the one that holds this rank; ``ALONE`` if none does.
 
         Every rank of the job calls it.
-
-        Args:
-            ranks_of: the ranks of each group.
-            options: as of ``torch.distributed.new_group``.
 
         Raises:
             CollectiveTimeout: ranks did not connect within ``timeout`` seconds; names them.
@@ -181,12 +178,8 @@ class ControlPlane:
         if self._barrier is not None:
             self._barrier.wait(op_name)
 
-    def lost_in_op(self, group_name: str) -> str:
-        """Return who is missing in a group where an op has failed on this rank."""
-        missing = self._lost(f"op in {group_name}", group_name)
-        return f"every rank of its group must run it, but {missing}: "
-
-    def _lost(self, failed: str, group_name: str) -> str:
+    def lost(self, failed: str, group_name: str) -> str:
+        """Return in words who of a group is missing, as :meth:`MonitoredBarrier.lost`."""
         ranks = dist.get_process_group_ranks(self.process_groups[group_name])
         return self._barrier.lost(failed, ranks)
 
@@ -211,7 +204,7 @@ class ControlPlane:
             raise
         except RuntimeError as error:
             failed = f"{group.name}/{self._calls[group.name]}"
-            missing = self._lost(failed, group.name)
+            missing = self.lost(failed, group.name)
             raise CollectiveTimeout(
                 f"{op_name}: {self.members.get(group, 'every rank')} must call it and stay in "
                 f"step, but {missing}{hint(error)}"
@@ -227,13 +220,8 @@ class ControlPlane:
         """All-gather records of one size over a group, in rank order.
 
         Args:
-            record: of this rank.
-            op_name: the call, for errors.
             group: a gloo group made here; all ranks of the job when None.
             timeout: seconds, where it is not that of the job.
-
-        Raises:
-            CollectiveTimeout: a rank did not come within the time; names it.
         """
         group, timeout = group or self.group, timeout or self.timeout
         return self.run_collective(
@@ -252,11 +240,7 @@ class ControlPlane:
         Args:
             value: as :func:`messages.encode` takes it; nothing is pickled.
             records: the dataclasses and named tuples that may be in it.
-            op_name: the call, for errors.
             group: a gloo group made here; all ranks of the job when None.
-
-        Raises:
-            CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
         """
         group = group or self.group
         if group.size == 1:
@@ -361,7 +345,7 @@ class ControlPlane:
         if not causes:
             seen = "; ".join(where for where, _ in broken)
             raise CollectiveTimeout(f"{op_name}: {seen}") from failure
-        shared = class_of_name(causes[0][1])
+        shared = SHARED[causes[0][1]]
         if isinstance(failure, shared) and not peer_lost:
             raise failure
         raise shared(f"{op_name} failed on {'; '.join(where for where, _ in causes)}") from failure
@@ -381,8 +365,6 @@ def require_equal(
     While they are equal it costs one short all-gather.
 
     Args:
-        control: of the ranks.
-        op_name: the call, for errors.
         values: this rank's, by the names that errors use; of the types of :func:`messages.encode`,
             and equal where their ``repr`` is, or as numbers (120 and 120.0).
         records: the dataclasses and named tuples that may be in them.

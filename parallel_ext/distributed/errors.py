@@ -65,19 +65,15 @@ _NOT_SHARED = {
     *("Exception", "ExceptionGroup"),
     *("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError"),
 }
-_SHARED: dict[str, type[Exception]] = {
+SHARED: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (*vars(builtins).values(), CollectiveTimeout, DisagreementError, CheckpointError)
     if isinstance(error, type) and issubclass(error, Exception)
     if error.__name__ not in _NOT_SHARED
 }
+"""The classes that every rank can raise with a text, by the name that is sent to the others."""
 
 
 def shared_class(error: Exception) -> str:
-    """Return the name of the nearest class of an error that every rank can raise with a text."""
-    return next((c.__name__ for c in type(error).__mro__ if c.__name__ in _SHARED), "RuntimeError")
-
-
-def class_of_name(name: str) -> type[Exception]:
-    """Return the class that :func:`shared_class` named, on any rank."""
-    return _SHARED[name]
+    """Return the name of the nearest class of an error that is among :data:`SHARED`."""
+    return next((c.__name__ for c in type(error).__mro__ if c.__name__ in SHARED), "RuntimeError")

@@ -38,9 +38,6 @@ def machine() -> str:
 class Hosts:
     """Where the ranks of a job run.
 
-    Args:
-        of_ranks: the host of each rank.
-
     Attributes:
         several: whether there is more than one.
     """

@@ -19,11 +19,7 @@ _NCCL_NETWORK = ("ncclSystemError", "ncclRemoteError", "ncclInternalError")
 
 
 def hint(error: BaseException) -> str:
-    """Return what to do about an error that a wrong network interface may cause, else ``""``.
-
-    Args:
-        error: of gloo or NCCL.
-    """
+    """Return what to do about an error that a wrong network interface may cause, else ``""``."""
     text = str(error)
     if any(name in text for name in _NCCL_NETWORK):
         return (

@@ -32,7 +32,6 @@ class LimitedStore:
     made any more.
 
     Args:
-        store: what to ask.
         limit: seconds after which a call that does not wait for other ranks is given up.
     """
 

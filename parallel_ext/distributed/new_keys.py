@@ -25,11 +25,8 @@ def new_keys(
     waits until rank 0 has answered to that number.
 
     Args:
-        store: all ranks reach it.
         purpose: of the keys; another one for each call that may run at the same time.
-        rank: of the job.
         timeout: seconds after which rank 0 counts as missing.
-        op_name: what every rank calls, for errors.
 
     Returns:
         The part; and on rank 0 what it must call again and again, until all ranks have come.

@@ -51,22 +51,13 @@ class FileRecord:
         return hasher.record()
 
     def check(self, content: bytes, path: Path) -> None:
-        """Raise unless a file that was read as a whole has this size and these hashes.
-
-        Raises:
-            CheckpointError: it is another; names the file, the bytes, and both hashes.
-        """
+        """Raise a CheckpointError unless a whole file has this size and these hashes."""
         if len(content) != self.size:
             raise wrong_size(path, self.size, len(content))
         for number in range(len(self.hashes)):
-            start = number * self.chunk_bytes
-            self.check_chunk(number, memoryview(content)[start : start + self.chunk_bytes], path)
-
-    def check_chunk(self, number: int, chunk: memoryview, path: Path) -> None:
-        """Raise unless a chunk of a file is the one that was written; see :class:`ChunkCheck`."""
-        check = ChunkCheck(self, number)
-        check.update(chunk)
-        check.finish(path)
+            check = ChunkCheck(self, number)
+            check.update(memoryview(content)[check.start : check.stop])
+            check.finish(path)
 
 
 class ChunkCheck:
@@ -74,7 +65,6 @@ class ChunkCheck:
 
     Args:
         record: what the file must be.
-        number: of the chunk in the file.
 
     Attributes:
         start, stop: the bytes of the chunk.
@@ -90,14 +80,10 @@ class ChunkCheck:
         self._hash.update(memory)
 
     def finish(self, path: Path, holds: Holds = lambda start, stop: "") -> None:
-        """Raise unless all bytes of the chunk, now taken, are those that were written.
+        """Raise a CheckpointError unless the bytes of the chunk, now taken, are those written.
 
         Args:
-            path: of the file, for the error.
             holds: says what the bytes from one offset to another hold, for the error.
-
-        Raises:
-            CheckpointError: they are not.
         """
         if (found := self._hash.hexdigest()) != self._expected:
             raise CheckpointError(

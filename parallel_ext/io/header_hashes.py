@@ -58,10 +58,6 @@ def check_tensors(
 ) -> bool:
     """Read every byte of a file of a model, and compare it with the hashes that its header keeps.
 
-    Args:
-        file: that is open.
-        progress: called with the number of bytes of tensors that were read since its last call.
-
     Returns:
         Whether there are hashes. If not, nothing is read.
 

@@ -168,7 +168,6 @@ class HFDirectory:
         A tied alias may be present if it equals the tensor that it shares.
 
         Args:
-            layout: of the model that shall be loaded.
             vocabulary: names of the tensors with a row for each id, to find other numbers of rows
                 that other systems are known to write.
 
@@ -291,7 +290,6 @@ class HFDirectory:
 
         Args:
             names: of the tensors, whose last two dimensions may lie in either order.
-            layout: of the model that shall be loaded.
         """
         for name in names:
             shape = self.shapes.get(name, ())
@@ -368,9 +366,7 @@ class HFDirectory:
         Args:
             model: a parallel model, with parameters on ``meta`` or not; the latter are left alone.
                 Its buffers keep their dtypes.
-            mesh: the ranks; each parameter takes the shape of this rank's shard.
             layout: of the model; says under which names the files hold its tensors.
-            op_name: what the ranks are doing, for errors.
             dtype: of the floating-point parameters; None keeps that of the file.
             device: of the new parameters; ``mesh.device`` when None.
             in_fp32: parts of the names of parameters that are fp32 in place of ``dtype``.

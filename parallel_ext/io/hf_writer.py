@@ -26,7 +26,7 @@ from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import (
     PlannedFile,
     TensorStream,
-    barrier_on_files,
+    digest_of,
     plan_files,
     warn_of_non_finite,
 )
@@ -63,13 +63,7 @@ def parse_size(size: int | str) -> int:
 def values_in_files(
     values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of every tensor of a model's files, by its name in them.
-
-    Args:
-        values: this rank's shards of the tensors of the model, by their names in ``layout``.
-        layout: where they live, and under which names the files hold them.
-        rank: this rank.
-    """
+    """Return this rank's shard of every tensor of a model's files, by its name in them."""
     return {
         part.name: part_value(value, layout[name], part, rank)
         for name, value in values.items()
@@ -99,9 +93,7 @@ def write_directory(
     them.
 
     Args:
-        model: the parallel model.
         directory: where to; rank 0's path counts, and must be the same place for all ranks.
-        mesh: the ranks of the model.
         layout: where its tensors live, and under which names files hold them; tied aliases are not
             written.
         config: written as ``config.json``, with the dtype and the class of ``model``.
@@ -127,7 +119,7 @@ def write_directory(
 
     check_same_directory(Path(directory), mesh.control, op_name)
     values, files = mesh.control.run_on_all(op_name, plan)
-    barrier_on_files(files, mesh.control, op_name)
+    mesh.control.barrier(f"{op_name} as {len(files)} files, plan {digest_of(files)}")
     with ExitStack() as cleanup:
 
         def begin() -> Publication | None:

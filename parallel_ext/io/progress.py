@@ -23,7 +23,6 @@ def progress_bar(
     Args:
         what: stands before the bar.
         num_bytes: how much there is to do.
-        rank: of the job.
         wanted: True for a bar, False for none; None for one on a terminal, if it takes long.
 
     Yields:

@@ -63,14 +63,8 @@ def read_shard(
     """Let this rank's boxes of a tensor of a file be read, straight to their places in its shard.
 
     Args:
-        file: that holds it.
-        wanted: which.
         shard: this rank's shard of ``wanted.whole``, on any device; the rest of it stays as it is.
-        rank: this rank.
         reads: does it, when it runs.
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     for box, place in part_views(shard, wanted.whole, wanted.part, rank):
         if wanted.transposed:
@@ -91,11 +85,7 @@ class Reads:
         self._passes: list[dict[int, list[Piece]]] = []  # by chunk; the first is nearly always all
 
     def add(self, file: SafetensorsFile, places: Iterable[Place]) -> None:
-        """Add places of a file, after those of lower offsets.
-
-        Raises:
-            CheckpointError: what was added of the file before cannot be read.
-        """
+        """Add places of a file, after those of lower offsets."""
         if self._file is not file:
             self.finish()
             self._file = file
@@ -118,9 +108,6 @@ class Reads:
 
         Args:
             keep: how many of the last chunks.
-
-        Raises:
-            CheckpointError: it cannot be read.
         """
         for each in self._passes:
             numbers = sorted(each)[: len(each) - keep]
@@ -156,8 +143,6 @@ def read_shards(
     Args:
         wanted: what, and this rank's shard of ``whole``, to be filled.
         files: that hold them, by name of the tensor.
-        mesh: the ranks.
-        op_name: what the ranks are doing, for errors.
         progress: whether rank 0 shows a bar of what it reads; None for one on a terminal.
 
     Raises:

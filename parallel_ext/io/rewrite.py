@@ -28,11 +28,7 @@ def nothing(num_bytes: int) -> None:
 
 
 def check_new(out: Path, source: Path) -> None:
-    """Raise unless a directory can be made of another one, and overwrites nothing.
-
-    Raises:
-        CheckpointError: ``out`` is ``source`` or in it, or holds something.
-    """
+    """Raise a CheckpointError if ``out`` is ``source`` or in it, or holds something."""
     target = Path(os.path.realpath(out))
     if target.is_relative_to(os.path.realpath(source)):
         raise CheckpointError(f"{out} is {source} itself, or in it; choose another folder")
@@ -46,19 +42,12 @@ def write_again(
     rows: Callable[[TensorSpec, SafetensorsFile], Iterator[torch.Tensor]],
     progress: Progress = nothing,
 ) -> list[PlannedFile]:
-    """Write the files of a model into a directory, under their names.
+    """Write the files of a model into a directory, under their names; return what was written.
 
     Args:
         model: whose shapes and dtypes the tensors have.
         out: a directory without files.
         rows: returns the consecutive rows of a tensor, given the file that held it.
-        progress: called with the bytes of each piece that was written.
-
-    Returns:
-        What was written.
-
-    Raises:
-        CheckpointError, OSError: something cannot be read or written.
     """
     written = []
     for file in dict.fromkeys(model.file_of.values()):
@@ -80,14 +69,8 @@ def write_rows(
     """Write one new file from rows.
 
     Args:
-        path: of the file.
         specs: its tensors, those of wider dtypes first.
         rows: returns the consecutive rows of a tensor.
-        progress: called with the bytes of each piece that was written.
-        metadata: of its header.
-
-    Raises:
-        CheckpointError, OSError: something cannot be read or written.
     """
     with SafetensorsWriter(path, specs, metadata) as writer:
         for spec in specs:
@@ -105,8 +88,6 @@ def copy_beside(
     """Copy what lies beside the weights of a model, such as its tokenizer; no subdirectories.
 
     Args:
-        source: directory of the model.
-        out: directory to copy into.
         contents: of files that are others than those of the model, by name.
         without: names of files that are left out.
     """
@@ -128,11 +109,7 @@ def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterato
 
 
 def copy_tensors(file: SafetensorsFile, out: Path, progress: Progress = nothing) -> None:
-    """Write the tensors of a file into a new one, in their order, with hashes in its header.
-
-    Raises:
-        CheckpointError, OSError: something cannot be read or written.
-    """
+    """Write the tensors of a file into a new one, in their order, with hashes in its header."""
     ordered = sorted(file.tensors, key=lambda name: file.tensors[name].start)
     specs = [TensorSpec(name, *file.tensors[name][:2]) for name in ordered]
     write_rows(

@@ -52,7 +52,9 @@ def open_file(path: Path, links: bool = True) -> FileIO:
                     f"{path}: this symbolic link leads out of its directory, to {target}; put the "
                     "file itself there"
                 )
-            _check_regular(path, mode)
+            if not stat.S_ISREG(mode):
+                kind = _KINDS.get(stat.filemode(mode)[0], "device")
+                raise CheckpointError(f"{path}: a regular file is needed, but this is a {kind}")
             return FileIO(os.open(same, os.O_RDONLY | os.O_CLOEXEC))
         finally:
             os.close(found)
@@ -61,12 +63,6 @@ def open_file(path: Path, links: bool = True) -> FileIO:
     except (OSError, ValueError) as error:  # ValueError: not a name that a file can have
         text = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: cannot be opened: {text}") from error
-
-
-def _check_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.filemode(mode)[0], "device")
-        raise CheckpointError(f"{path}: a regular file is needed, but this is a {kind}")
 
 
 def _hub_blobs(folder: Path) -> Path | None:

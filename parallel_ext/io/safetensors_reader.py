@@ -240,9 +240,6 @@ class SafetensorsFile:
     def check_all(self, progress: Callable[[int], object] = lambda num_bytes: None) -> None:
         """Read the whole file, and compare it with the hashes with which it was opened.
 
-        Args:
-            progress: called with the number of bytes that were read since its last call.
-
         Raises:
             CheckpointError: a chunk is damaged.
         """
@@ -289,12 +286,8 @@ class SafetensorsFile:
         """Read some rows of a tensor into new memory of the CPU, as the file has them or cast.
 
         Args:
-            name: of a tensor of this file.
             start, stop: the rows, half-open; of a tensor of one number all is read.
             dtype: of what is returned; that in the file when None.
-
-        Raises:
-            CheckpointError: as of :meth:`read_box`.
         """
         entry = self.tensors[name]
         box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()
@@ -314,7 +307,6 @@ class SafetensorsFile:
         Beside ``out`` it takes one stripe of memory, whatever the size of the tensor.
 
         Args:
-            name: of a tensor of this file.
             box: the half-open range that is wanted of each dimension.
             out: of the shape of ``box``, on any device; any strides. Elements are converted to its
                 dtype.
@@ -358,7 +350,6 @@ class SafetensorsFile:
         With hashes, what lies between is read too, and the whole chunk is compared.
 
         Args:
-            number: of the chunk.
             pieces: of places, in the order of the file, without overlap.
 
         Raises:

@@ -47,9 +47,6 @@ def write_tensors(
     Returns:
         The writer, which is closed; its ``record()`` is that of the file if ``chunk_bytes`` are
         given.
-
-    Raises:
-        CheckpointError, OSError: as :class:`SafetensorsWriter`.
     """
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
     specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]
@@ -143,7 +140,6 @@ class SafetensorsWriter:
         """Write the next rows, in dimension 0, of the tensor that the header lists next.
 
         Args:
-            name: of that tensor.
             rows: on the CPU; some rows, or the whole tensor.
 
         Raises:

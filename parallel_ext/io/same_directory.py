@@ -22,8 +22,6 @@ def check_same_directory(directory: Path, control: ControlPlane, op_name: str) -
 
     Args:
         directory: where a save is to write; that of rank 0 counts. It need not exist.
-        control: of the ranks, each of which calls it.
-        op_name: the save, for errors.
 
     Raises:
         CheckpointError: some ranks do not see the file; names one of them, and its host.
@@ -36,7 +34,8 @@ def check_same_directory(directory: Path, control: ControlPlane, op_name: str) -
         def make() -> str | None:
             if control.rank != 0:
                 return None
-            place = _nearest(Path(os.path.realpath(directory)))
+            target = Path(os.path.realpath(directory))
+            place = next(path for path in (target, *target.parents) if path.is_dir())
             token = place / _TOKEN_NAME.format(random=secrets.token_hex(8))
             cleanup.callback(disk.discard, token)
             disk.create(token).close()
@@ -50,12 +49,6 @@ def check_same_directory(directory: Path, control: ControlPlane, op_name: str) -
 
 def check_all_see(path: Path, directory: Path, control: ControlPlane, op_name: str) -> None:
     """Raise on every rank unless all ranks of a job on several hosts see a path.
-
-    Args:
-        path: to look for.
-        directory: of which to speak.
-        control: of the ranks, each of which calls it.
-        op_name: what the ranks are doing, for errors.
 
     Raises:
         CheckpointError: some ranks do not see it; names one of them, and its host.
@@ -71,8 +64,3 @@ def check_all_see(path: Path, directory: Path, control: ControlPlane, op_name: s
             f"{hosts.name(first)}) and rank {other} (host {hosts.name(other)}); give all hosts one "
             "that they share"
         )
-
-
-def _nearest(directory: Path) -> Path:
-    """Return the directory if it is there, else the nearest of its parents that is."""
-    return next(path for path in (directory, *directory.parents) if path.is_dir())

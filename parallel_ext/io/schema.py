@@ -28,9 +28,7 @@ def read_content(path: Path, most: int = MAX_JSON_BYTES, links: bool = True) -> 
     """Read a whole file that holds JSON, or a line.
 
     Args:
-        path: of the file.
         most: bytes that it may have.
-        links: as of :func:`open_file`.
 
     Raises:
         CheckpointError: as :func:`open_file`, or the file is too large.
@@ -47,9 +45,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Args:
         path: of a file of a saved model.
-
-    Raises:
-        CheckpointError: as :func:`open_file` and :func:`parse_json`, or the file is too large.
     """
     return parse_json(read_content(path), path)
 
@@ -59,7 +54,6 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
 
     Args:
         text: UTF-8.
-        where: what the error names, for example the file.
 
     Raises:
         CheckpointError: it is not such an object, or has a key of more than 1024 characters.
@@ -130,9 +124,6 @@ def _no_collection() -> Iterator[None]:
 def to_own_json(value: dict[str, Any], what: str) -> bytes:
     """Return the text for a JSON object that a load takes as a file of a training checkpoint.
 
-    Args:
-        value, what: as of :func:`to_json`.
-
     Raises:
         CheckpointError: as of :func:`to_json`; or it is so large that no load would take it.
     """
@@ -151,7 +142,6 @@ def to_json(value: dict[str, Any], what: str) -> bytes:
 
     Args:
         value: of dicts with text as keys, lists, text, finite numbers, booleans and None.
-        what: what it is, for the error.
 
     Raises:
         CheckpointError: JSON would not give it back as it is; names the place and what is there.
@@ -237,10 +227,6 @@ class Fields:
         """Return the field ``name``, a whole number from 0 to ``below - 1``."""
         expected = "a whole number of at least 0"
         return self.fits(name, lambda value: type(value) is int and 0 <= value < below, expected)
-
-    def truth(self, name: str) -> bool:
-        """Return the field ``name``, which is true or false."""
-        return self.fits(name, lambda value: type(value) is bool, "true or false")
 
     def object(self, name: str) -> dict[str, Any]:
         """Return the field ``name``, an object, as it was parsed."""

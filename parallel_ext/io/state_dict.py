@@ -20,10 +20,7 @@ from parallel_ext.sharding.slices import local_part
 def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
     """Return this rank's shard of every tensor of ``layout``, in its order, without a copy.
 
-    Args:
-        model: its parameters and persistent buffers are taken, by HuggingFace name.
-        layout: of the model.
-        rank: this rank.
+    Parameters and persistent buffers are taken, by HuggingFace name.
 
     Raises:
         CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
@@ -67,11 +64,7 @@ def _error(model: nn.Module, what: str) -> CheckpointError:
 
 
 def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:
-    """Raise unless tensors have the shapes of ``rank``'s shards.
-
-    Raises:
-        CheckpointError: one of them has another shape, or is on ``meta``.
-    """
+    """Raise a CheckpointError unless tensors have the shapes of ``rank``'s shards, and memory."""
     for name, value in values.items():
         expected = layout[name].local_shape(rank)
         # FSDP leaves alone what is empty here, so its other sides stay what they were.
@@ -93,8 +86,6 @@ def gather_in_step(
 
     Args:
         shards: by name this rank's shard and its layout; the same names in one order on all ranks.
-        mesh: the ranks.
-        op_name: what the ranks are doing, for errors.
         writer_only: only rank 0 receives the tensors, else every rank of the job does.
 
     Returns:
@@ -131,9 +122,6 @@ def gather_state_dict(
     does, on the CPU of the ranks that receive it.
 
     Args:
-        model: the parallel model.
-        mesh: its ranks.
-        layout: where its tensors live.
         writer_only: only rank 0 receives the tensors, else every rank of the job does.
 
     Returns:
@@ -143,9 +131,6 @@ def gather_state_dict(
     Raises:
         CollectiveTimeout: not all ranks called it.
         CheckpointError: the model does not hold what its layout says; on all ranks.
-
-    Example:
-        >>> state = gather_state_dict(model, mesh, layout)  # doctest: +SKIP
     """
     op_name = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.control.barrier(op_name)

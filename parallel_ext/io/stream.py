@@ -61,8 +61,6 @@ def plan_files(
     A pure function of its arguments, so that every rank computes the same.
 
     Args:
-        tensors: all tensors of the files.
-        writers: number of ranks that write.
         max_shard_size: bytes that the tensors of a file may take, ``MAX_FILE_BYTES`` when None; a
             larger tensor is alone in its.
         single, several: names of the one file, or by number of each and of all.
@@ -91,7 +89,6 @@ def share_out(sizes: Sequence[int], writers: int) -> list[int]:
 
     Args:
         sizes: bytes of each tensor.
-        writers: number of ranks that write.
     """
     loads = [(0, rank) for rank in range(writers)]  # a heap: the first has the fewest bytes
     ranks = [0] * len(sizes)
@@ -107,11 +104,6 @@ def plan_turns(
     """Plan what every writer writes in each turn: consecutive rows of its files.
 
     A pure function of its arguments, so that every rank computes the same.
-
-    Args:
-        files: of :func:`plan_files`.
-        layouts: where their tensors live, by name.
-        writers: number of ranks that write.
 
     Returns:
         The turns, each planned when it is asked for, with one entry a writer: its rows, at most
@@ -144,22 +136,11 @@ def digest_of(files: Sequence[PlannedFile]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(files).encode())
 
 
-def barrier_on_files(files: Sequence[PlannedFile], control: ControlPlane, op_name: str) -> None:
-    """Raise unless all ranks have planned the same files, before any of them is made.
-
-    Raises:
-        DisagreementError: they have not.
-        CollectiveTimeout: not all ranks are there.
-    """
-    control.barrier(f"{op_name} as {len(files)} files, plan {digest_of(files)}")
-
-
 class TensorStream:
     """A stream of rows from the ranks to the files that this rank writes.
 
     Args:
         values: this rank's shard of every tensor that is written, by its name in the files.
-        control: of the ranks; each makes a stream.
         chunk_bytes: of the chunks in which what is written is hashed, for ``records()``; None for
             no hashes.
 
@@ -193,11 +174,7 @@ class TensorStream:
         """Write all files; every rank calls it with the same arguments.
 
         Args:
-            files: of :func:`plan_files`.
-            layouts: where their tensors live, by name.
             directory: where to; the names of the files are relative to it.
-            metadata: of the header of every file.
-            op_name: what the ranks are doing, for errors.
             progress: whether rank 0 shows a bar of what all write; None for one on a terminal.
 
         Raises:

@@ -41,9 +41,6 @@ class AdapterContents:
     The base is not saved, but for what PEFT saves of it: embeddings that have an adapter, and those
     whose vocabulary is not that of the base's own files.
 
-    Args:
-        model: a parallel model inside PEFT's.
-
     Raises:
         CheckpointError: something is trained that an adapter does not hold, or there are several
             adapters.

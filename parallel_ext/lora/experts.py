@@ -29,8 +29,6 @@ def expert_factor_layouts(
 
     Args:
         tensor: sharded along dimension 0, one range of experts a rank.
-        name_a, name_b: names of the factors.
-        r: rank of the adapter.
 
     Example:
         >>> from parallel_ext.sharding.layout import shard_along

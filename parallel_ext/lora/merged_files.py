@@ -132,16 +132,7 @@ class _Adapter:
     def rows_added(
         self, target: str, shape: tuple[int, ...], wide: torch.dtype
     ) -> Callable[[int, int], torch.Tensor]:
-        """Return a function that computes what is added to some rows of a tensor.
-
-        Args:
-            target: name of the tensor.
-            shape: of it.
-            wide: dtype of the sum.
-
-        Raises:
-            CheckpointError: a factor is missing, or does not fit the tensor.
-        """
+        """Return a function that computes what is added to some rows of a tensor."""
         of_expert = target in self.experts
         left, right = (self._of_expert if of_expert else self._of_module)(target, wide)
         expected = (len(left), right.size(1))[: 1 if target.endswith(".bias") else 2]
@@ -195,13 +186,10 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     Args:
         adapter: folder of a LoRA adapter as PEFT saves it.
         base: folder of the model that it was trained on, or of the one with images around it.
-        out: folder that is made.
-        progress: called with the bytes of each piece that was written.
 
     Raises:
         CheckpointError: the adapter cannot be merged so, or does not belong to the model; nothing
             is written.
-        OSError: a file cannot be read or written.
     """
     for source in (base, adapter):
         check_new(out, source)

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import peft
 import torch
 from torch import Tensor
 
@@ -115,7 +116,6 @@ def import_swiss_army_lora(
             something that would be lost; was trained at a model-parallel size above 1 with adapters
             on ``dense``; was saved by ZeRO-3. Nothing is written.
         FileExistsError: ``out`` holds an adapter.
-        ImportError: there is no ``peft``.
 
     Example:
         >>> import tempfile, peft, torch
@@ -129,8 +129,6 @@ def import_swiss_army_lora(
         ...     peft.LoraConfig.from_pretrained(folder).rank_pattern
         {'key_value': 16}
     """
-    import peft  # only those who have adapters need it
-
     folder = Path(out)
     if (folder / ADAPTER_NAME).exists():
         raise FileExistsError(

@@ -46,11 +46,7 @@ class SavedRank(NamedTuple):
 
 
 def read_ranks(source: Source, allow_pickle: bool) -> list[SavedRank]:
-    """Read what each model-parallel rank saved, by the arguments of ``import_swiss_army_lora``.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or holds more than may be read.
-    """
+    """Read what each model-parallel rank saved, by the arguments of ``import_swiss_army_lora``."""
     return [_read(part, where, allow_pickle) for where, part in _parts(source)]
 
 

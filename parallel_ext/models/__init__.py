@@ -9,18 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from parallel_ext.models.deepseek_v2 import DEEPSEEK_V2
-from parallel_ext.models.deepseek_v3 import (
-    DEEPSEEK_V3,
-    DOTS1,
-    EXAONE_MOE,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-    GLM4V_MOE_TEXT,
-    MINICPM3,
-    SOLAR_OPEN,
-    YOUTU,
-)
+from parallel_ext.models.deepseek import DEEPSEEK
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from parallel_ext.models.gpt_oss import GPT_OSS
@@ -28,14 +17,8 @@ from parallel_ext.models.hy_v3 import HY_V3
 from parallel_ext.models.llama import DENSE
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
-from parallel_ext.models.qwen2_moe import QWEN2_MOE
-from parallel_ext.models.qwen3_5 import (
-    QWEN3_5_MOE_TEXT,
-    QWEN3_5_TEXT,
-    QWEN3_NEXT,
-    QWEN3_VL_MOE_TEXT,
-)
-from parallel_ext.models.qwen3_moe import FLEX_OLMO, MELLUM, OLMOE, QWEN3_MOE
+from parallel_ext.models.qwen3_5 import NEWEST_QWEN
+from parallel_ext.models.qwen_moe import QWEN_MOE
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import (
     AttentionNames,
@@ -58,12 +41,9 @@ SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec
     for spec in (
         *DENSE,
-        *(GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA, MINICPM3, YOUTU),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, FLEX_OLMO, MELLUM),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE_TEXT),
-        *(EXAONE_MOE, HY_V3, SOLAR_OPEN),
-        *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, QWEN3_NEXT),
-        *(QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT),
+        *(GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA),
+        *(MIXTRAL, *QWEN_MOE, *DEEPSEEK, HY_V3),
+        *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, *NEWEST_QWEN),
     )
 }
 """The architectures that are served, by ``config.model_type``."""

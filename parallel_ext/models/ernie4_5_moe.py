@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import MLP
-from parallel_ext.models.qwen2_moe import QWEN2_MOE
+from parallel_ext.models.qwen_moe import QWEN2_MOE
 from parallel_ext.nn.routing import Choose, Product
 
 

@@ -5,24 +5,9 @@ Qwen3-VL has the mixture of Qwen3.5 in the layers of Qwen3.
 
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from parallel_ext.models.llama import QWEN3
-from parallel_ext.models.qwen2_moe import QWEN2_MOE
-from parallel_ext.models.qwen3_moe import QWEN3_MOE
+from parallel_ext.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from parallel_ext.models.sublayers import DeltaNetNames
-from parallel_ext.nn.routing import Choose, Product, in_fp32
-
-
-def _route(
-    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``Qwen3_5MoeTopKRouter`` does; a token's weights have the sum 1."""
-    logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, True)
-    return logits, weights.to(logits.dtype), expert_ids
-
 
 QWEN3_5_TEXT = replace(
     QWEN3,
@@ -45,10 +30,7 @@ QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
     mixture=replace(
-        QWEN2_MOE.mixture,
-        router_class="Qwen3_5MoeTopKRouter",
-        route=_route,
-        experts_class="Qwen3_5MoeExperts",
+        QWEN2_MOE.mixture, router_class="Qwen3_5MoeTopKRouter", experts_class="Qwen3_5MoeExperts"
     ),
 )
 QWEN3_VL_MOE_TEXT = replace(
@@ -57,7 +39,6 @@ QWEN3_VL_MOE_TEXT = replace(
     mixture=replace(
         QWEN3_MOE.mixture,
         router_class="Qwen3VLMoeTextTopKRouter",
-        route=_route,
         experts_class="Qwen3VLMoeTextExperts",
         gate_up_in_files=None,
         down_in_files=None,
@@ -73,3 +54,4 @@ QWEN3_NEXT = replace(
         QWEN2_MOE.mixture, router_class="Qwen3NextTopKRouter", experts_class="Qwen3NextExperts"
     ),
 )
+NEWEST_QWEN = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT)

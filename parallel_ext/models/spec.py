@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from types import NoneType
+from types import UnionType
+from typing import get_origin, get_type_hints
 
 from parallel_ext.models.sublayers import (
     AttentionNames,
@@ -91,20 +92,10 @@ class ModelSpec:
             TypeError: a field has a value of another type.
             ValueError: a path is empty, or no sublayer says what is sharded.
         """
-        kinds = {
-            **dict.fromkeys(("model_type", "embedding", "head", "layers"), str),
-            "attention": (AttentionNames, NoneType),
-            "delta_net": (DeltaNetNames, NoneType),
-            "mlp": (RegionNames, NoneType),
-            "mixture": (MixtureNames, NoneType),
-            **dict.fromkeys(("regions", "shared", "towers"), tuple),
-            **dict.fromkeys(("skips", "images", "scaled_embedding"), (str, NoneType)),
-            **dict.fromkeys(("in_image_files", *_OF_LOGITS), (str, NoneType)),
-            "unadapted": Mapping,
-            "changes_logits": bool,
-        }
-        for name, kind in kinds.items():
-            value = getattr(self, name)
+        # A head is None only in a spec that another one was made into.
+        for name, hint in {**get_type_hints(ModelSpec), "head": str}.items():
+            value, outer = getattr(self, name), get_origin(hint)  # of ``tuple[str, ...]`` the tuple
+            kind = hint if outer in (None, UnionType) else outer
             if not isinstance(value, kind):
                 raise TypeError(f"ModelSpec: {name} is {value!r}, a {type(value).__name__}")
             if kind is str and not value:
@@ -243,13 +234,9 @@ def plan(
     A pure function of its arguments, so that every rank computes the same.
 
     Args:
-        spec: the architecture.
         shapes: full shape of every parameter and persistent buffer by HuggingFace name; tied
             aliases may be left out.
         tied: alias -> the name of the tensor that it shares.
-        sizes: from the configuration.
-        tp_size: ranks to shard over.
-        ep_size: ranks to shard the experts over.
         vocab_multiple_of: boundaries between vocabulary shards are multiples of this.
 
     Returns:

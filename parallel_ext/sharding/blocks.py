@@ -34,8 +34,6 @@ def share_blocks(blocks: Sequence[Range], tp_size: int, what: str) -> tuple[Rang
 
     Args:
         blocks: in order; consecutive ones may be equal.
-        tp_size: number of ranks.
-        what: the blocks are of, for the error.
 
     Raises:
         ValueError: there are more ranks than blocks.
@@ -97,11 +95,7 @@ class AttentionBlocks:
         return (q1 - q0) // (k1 - k0)
 
     def heads(self, tp_size: int) -> AttentionHeads:
-        """Return the heads of each tp rank.
-
-        Raises:
-            ValueError: there are more ranks than blocks.
-        """
+        """Return the heads of each tp rank."""
         what = "the attention"
         return AttentionHeads(
             share_blocks(self.query, tp_size, what), share_blocks(self.key_value, tp_size, what)
@@ -119,13 +113,8 @@ def shard_in_blocks(
     """Return the layout of a tensor of which each rank holds whole blocks along ``dim``.
 
     Args:
-        name, shape, dim: of the tensor.
         blocks: of the first of its parts, in order; consecutive ones may be equal.
-        tp_size: number of ranks.
         parts: as of :class:`TensorLayout`.
-
-    Raises:
-        ValueError: there are more ranks than blocks.
 
     Example:
         >>> shard_in_blocks("qkv", (8, 5), 0, ((0, 2), (2, 4)), 2, (2, 1, 1)).ranges(1)

@@ -251,7 +251,6 @@ def shard_parts(
     """Return the layout of a tensor joined of several along ``dim``, each with ranges of its own.
 
     Args:
-        name, shape, dim: of the tensor.
         parts: of each joined tensor the range of every rank; the last one ends where it does.
 
     Example:
@@ -277,12 +276,8 @@ def shard_joined(
     """Return the layout of a tensor joined of several along ``dim``, each split over all ranks.
 
     Args:
-        name: of the tensor, for example a fused query, key and value.
-        shape: of the tensor.
-        dim: along which it was joined.
         sizes: of the joined tensors along ``dim``; they may differ, as with fewer key-value
             heads.
-        tp: number of ranks.
         multiple_of: boundaries inside a joined tensor are multiples of this, for example of the
             head size.
 
@@ -414,8 +409,6 @@ def split_heads(num_heads: int, num_key_value_heads: int, tp_size: int) -> Atten
     replicated on them, and each group's query heads are split over its ranks.
 
     Args:
-        num_heads: query heads of the model, a multiple of ``num_key_value_heads``.
-        num_key_value_heads: key-value heads of the model.
         tp_size: number of ranks; at most ``num_heads``.
 
     Raises:

@@ -69,10 +69,6 @@ def row_ranges(shape: Sequence[int], row_bytes: int, start: int = 0) -> Iterator
 def row_stripes(layout: TensorLayout, itemsize: int) -> list[RowStripe]:
     """Split all rows of a tensor into stripes of at most ``STRIPE_BYTES``, or of one row.
 
-    Args:
-        layout: of the tensor.
-        itemsize: bytes of an element.
-
     Returns:
         Stripes in order; none for a tensor without elements.
     """
@@ -148,7 +144,6 @@ class Swap:
         values: this rank's shard of every tensor that is wanted, by name; any device.
         wanted: for each rank its stripes; ranks behind the last want nothing.
         out: contiguous CPU tensors of the shapes of this rank's stripes, to be filled.
-        control: of the ranks.
     """
 
     def __init__(
@@ -224,8 +219,6 @@ def gather_tensor(
             dtype, the same on all ranks, any device. The parameter, its gradient, or what else has
             an element for each of its.
         layout: where the logical tensor lives.
-        mesh: the ranks.
-        receivers: the ranks that get the tensor.
         out: on a receiver, where to put it: a CPU tensor of ``layout.shape``; a new one when None.
 
     Returns:

@@ -87,8 +87,6 @@ def gather_rows(
 
     Args:
         shard: this rank's rows, or a shard that is not shared out, which is returned.
-        layout: of ``shard``.
-        mesh: the ranks.
 
     Returns:
         The shard, and its layout without its name.

@@ -14,9 +14,6 @@ def push(nodes: list[Node], node: Node, count: int, add: Callable[[Any, Any], An
 
     Args:
         nodes: of leaves that follow each other; the last one ends where ``node`` begins.
-        node: the next one.
-        count: of all leaves.
-        add: the sum of two values.
 
     Example:
         >>> nodes = []

@@ -50,11 +50,6 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _owner(optimizer: Any) -> nn.Module | None:
-    """Return the parallel model whose parameters an optimizer has; None for another's."""
-    return next((owned.model for owned in owners_in(unwrapped(optimizer)).values()), None)
-
-
 class _Parts:
     """The parallel models that an ``Accelerator`` has prepared, apart from all else.
 
@@ -68,7 +63,8 @@ class _Parts:
         optimizers: dict[int, list[Any]] = {}
         self._others: list[Any] = []
         for optimizer in accelerator._optimizers:
-            if (model := _owner(optimizer)) is None:
+            owners = owners_in(unwrapped(optimizer)).values()
+            if (model := next((owned.model for owned in owners), None)) is None:
                 self._others.append(optimizer)
                 continue
             models.setdefault(id(state_of(model)), model)
@@ -139,12 +135,8 @@ def save_state(
         weights[:] = [each for each in weights if each is not LEFT_OUT]
 
     def others() -> Any:
-        hook = self.register_save_state_pre_hook(leave_out)
-        try:
-            with parts.left_out():
-                location = plain(self, *args, **kwargs)
-        finally:
-            hook.remove()
+        with self.register_save_state_pre_hook(leave_out), parts.left_out():
+            location = plain(self, *args, **kwargs)
         # The checkpoint holds the random numbers of all ranks, so accelerate's file is removed.
         Path(location, f"{RNG_STATE_NAME}_{self.process_index}.pkl").unlink(missing_ok=True)
         return location
@@ -178,10 +170,6 @@ def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
             resumed = load_checkpoint(root, *prepared)
             loaded.append((resumed.data_state or {}).get(_STEP, self.step))
 
-    hook = self.register_load_state_pre_hook(load)
-    try:
-        with parts.left_out():
-            control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
-    finally:
-        hook.remove()
+    with self.register_load_state_pre_hook(load), parts.left_out():
+        control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
     self.step = loaded[0]

@@ -52,11 +52,7 @@ class LeafSteps:
             self._hook.remove()
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a leaf with a training forward, unless one runs already.
-
-        Raises:
-            RuntimeError: a backward has run that accelerate knows nothing of.
-        """
+        """Begin a leaf with a training forward, unless one runs already."""
         state = self._state
         if state.leaf_loop is not self._loop:  # of px.train_leaves
             return
@@ -138,12 +134,6 @@ def end_leaves(
     """Run the backward of a loss of leaves, divided by the number of leaves of a step.
 
     The mean over them is the loss of a step, as in accelerate with as many batches of one process.
-
-    Args:
-        running: the steps whose leaves have begun.
-        accelerator: that prepared them.
-        loss: a scalar.
-        options: of ``Tensor.backward``.
 
     Raises:
         NotImplementedError: accelerate would scale the loss for fp16.

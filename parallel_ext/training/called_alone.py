@@ -35,7 +35,6 @@ class CalledAlone:
         model: after ``fully_shard``, whose root it is.
         ends: paths of the embedding and the head, perhaps of PEFT's modules around them.
         layers: path of the decoder layers, which FSDP serves inside of the model only.
-        mesh: the ranks.
         leaves: whether gradients are summed over leaves, in which these calls have no place.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
 
@@ -107,7 +108,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             _shard(own, state, zero)
         if state.spec.skips is not None:
             owner, _, method = state.spec.skips.rpartition(".")
-            setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
+            setattr(own.get_submodule(owner), method, partial(_run_on_any, mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
         own.set_requires_gradient_sync = _refuse_gradient_sync
@@ -129,9 +130,7 @@ def average_beside(
 
     Args:
         parameters: by name, of no parallel model, such as those of a head of the user's own.
-        mesh: the ranks that hold them.
         sums: of the parallel model that is trained with them, if there is one.
-        op_name: the call, for errors.
 
     Raises:
         DisagreementError: ranks hold other values.
@@ -270,7 +269,8 @@ def _averaged(
 ) -> dict[str, nn.Parameter]:
     """Return the parameters of adapters, which stay whole, and whose gradients are averaged.
 
-    A frozen one may be trained later. Experts are left out: other dp ranks may have others.
+    A frozen factor, known by its name in PEFT, may be trained later. Experts are left out: other dp
+    ranks may have others.
     """
     if not state.adapted:
         return {}
@@ -283,7 +283,7 @@ def _averaged(
     return {
         name: parameter
         for name, parameter in parameters.items()
-        if id(parameter) not in experts and (parameter.requires_grad or _is_factor(name))
+        if id(parameter) not in experts and (parameter.requires_grad or ".lora_" in f".{name}")
     }
 
 
@@ -294,11 +294,6 @@ def _copy_sizes(model: nn.Module, mesh: Mesh) -> dict[int, int]:
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     }
-
-
-def _is_factor(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name in PEFT."""
-    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
@@ -388,18 +383,13 @@ class _AfterForward:
             self._state.partials.open()
 
 
-class RunsOnAny:
-    """The rule that an optional part of the model runs on all dp ranks if one of them needs it.
+def _run_on_any(mesh: Mesh, *needed: bool) -> tuple[bool, ...]:
+    """Return for each optional part of the model whether a dp rank needs it; all then run it.
 
     FSDP gathers and reduces with all of them; called once a forward, one all-gather over dp.
     """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def __call__(self, *needed: bool) -> tuple[bool, ...]:
-        own = torch.tensor(needed, dtype=torch.float32, device=self._mesh.device)
-        return tuple((from_each_rank(own, self._mesh.dp).sum(0) > 0).tolist())
+    own = torch.tensor(needed, dtype=torch.float32, device=mesh.device)
+    return tuple((from_each_rank(own, mesh.dp).sum(0) > 0).tolist())
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:

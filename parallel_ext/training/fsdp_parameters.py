@@ -81,11 +81,7 @@ class FSDPParameters:
         }
 
     def before_reshard(self) -> None:
-        """Take over whether gathered parameters are trained, and refuse all other changes.
-
-        Raises:
-            RuntimeError: one was changed; names it.
-        """
+        """Take over whether gathered parameters are trained, and refuse all other changes."""
         versions, self._versions = self._versions, {}
         for name, each, module, attribute in self._parameters if versions else ():
             gathered = own_parameters(module).get(attribute)

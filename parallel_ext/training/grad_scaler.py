@@ -21,15 +21,7 @@ def unscale_on_all_ranks(
     """Unscale an optimizer's gradients, and find out whether those of any rank overflow.
 
     It stands for ``torch.amp.GradScaler._unscale_grads_``, which all of torch's methods call, also
-    for optimizers that unscale in their own kernel. Every rank calls it.
-
-    Args:
-        scaler: whose scale is compared over the ranks.
-        mesh: the ranks.
-        optimizer: whose gradients are unscaled in place.
-        inv_scale: what they are multiplied with.
-        found_inf: a scalar of 0.
-        allow_fp16: whether gradients may be in fp16.
+    for optimizers that unscale in their own kernel, and has its arguments. Every rank calls it.
 
     Returns:
         The device -> 1 if a gradient of any rank is not finite, else 0.

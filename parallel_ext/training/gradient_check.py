@@ -86,7 +86,12 @@ def check_gradients(
     mesh.control.run_on_all("check_gradients", lambda: _check(own, state, batch, layers))
     require_equal(mesh.control, "check_gradients", {"layers": layers})
     to_shards(own)
-    with _first_layers(own, layers), _own_gradients_aside(own, state):
+    by_caller = state.reduced_by_caller or not state.experts_span_dp
+    with (
+        _first_layers(own, layers),
+        temporarily(state, reduced_by_caller=by_caller),
+        gradients_aside(own, state),
+    ):
         loss = own(**batch).loss
         loss.backward()
         to_shards(own)
@@ -215,13 +220,6 @@ def _gather(
         if full is not None and state.mesh.rank == 0:
             gathered[state.layout.tied.get(layout.name, layout.name)] = full
     return gathered
-
-
-@contextmanager
-def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[None]:
-    by_caller = state.reduced_by_caller or not state.experts_span_dp
-    with temporarily(state, reduced_by_caller=by_caller), gradients_aside(model, state):
-        yield
 
 
 def _check(

@@ -113,7 +113,6 @@ def total_norm(
         beside: tensors of no parallel model, which all ranks hold equal.
         norm_type: its order, a positive number or ``inf``.
         error_if_nonfinite: raise where it is not finite.
-        op_name: the call, for errors.
 
     Returns:
         A scalar in fp32, in fp64 where a tensor is; the same bits on every rank.
@@ -179,9 +178,6 @@ def _sum_of_squares(
     """Return the sum of the squares of all gradients, with the same bits on any layout.
 
     Of each block it is computed alone, and the sum of all blocks is exact, whatever their order.
-
-    Raises:
-        ValueError: the norm is not the Euclidean one.
     """
     if norm_type != 2.0:
         raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.nn.loss import BalanceOfLeaves
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.leaf_loop import LeafLoop
@@ -29,7 +30,6 @@ def sharing_balance_loss(
 
     Args:
         model: that is trained, perhaps inside PEFT's.
-        loop: over the leaves.
         asked: arguments of a forward, which may ask for this loss beside the configuration.
         part: the arguments of the forward of a round, by its number and its rows of the batch.
         context: made for each of these forwards.
@@ -38,15 +38,13 @@ def sharing_balance_loss(
     if not wants_balance(module, state, asked):
         yield
         return
-    state.balance = BalanceOfLeaves(module.num_experts, module.num_experts_per_tok, state.mesh)
-    try:
+    balance = BalanceOfLeaves(module.num_experts, module.num_experts_per_tok, state.mesh)
+    with temporarily(state, balance=balance):
         for number, (leaf, counts) in enumerate(loop.rounds()):
             inputs = part(number, leaf)
             with torch.no_grad(), context():
                 output = model(**{"num_items_in_batch": 1, **inputs})
             if counts:
-                state.balance.count(output.router_logits, inputs.get("attention_mask"))
-        state.balance.sum_over_dp()
+                balance.count(output.router_logits, inputs.get("attention_mask"))
+        balance.sum_over_dp()
         yield
-    finally:
-        state.balance = None

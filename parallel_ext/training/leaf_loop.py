@@ -24,11 +24,6 @@ class LeafLoop(ABC):
     Iterating gives the rows of each leaf of this rank, as a slice of the batch. A rank may be given
     a leaf of which nothing counts, so that it takes part in what the others exchange.
 
-    Args:
-        model: that was parallelized.
-        state: of the model.
-        rows: of the batch.
-
     Attributes:
         loss: after the context the sum of the losses of all leaves, a scalar, the same on every
             rank.
@@ -54,7 +49,11 @@ class LeafLoop(ABC):
             if parameter.requires_grad and not hasattr(parameter, "to_local")
         ]
         self._whole_shared = [parameter for _, _, parameter in self._shared]
-        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # their gradients, in this round
+        self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
+        apart = {*self._sharded, *self._whole_shared}
+        self._others = [p for p in self._trained if p not in apart]
+        self._nodes: list[Node] = []  # of the losses, and of the gradients of others
+        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # of shared ones, in this round
         self._losses: list[torch.Tensor] = []  # of the leaf that is running
 
     @abstractmethod

@@ -13,7 +13,6 @@ from torch import nn
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import from_each_rank
-from parallel_ext.sharding.tree import Node
 from parallel_ext.training.fsdp_collectives import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
@@ -44,12 +43,8 @@ class LeafRounds(LeafLoop):
     def __init__(self, model: nn.Module, state: ParallelState, rows: int) -> None:
         to_shards(model)
         super().__init__(model, state, rows)
-        self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
-        apart = {*self._sharded, *self._whole_shared}
-        self._others = [p for p in self._trained if p not in apart]
         self._gathered = [*self._others, *self._whole_shared]
         self._totals: list[torch.Tensor] = []  # of what is sharded, after the last round
-        self._nodes: list[Node] = []  # of the loss and other gradients
 
     def _leaves_of_rounds(self) -> Sequence[tuple[int, bool]]:
         mesh, count = self._state.mesh, len(self._ranges)

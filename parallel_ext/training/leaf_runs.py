@@ -32,9 +32,6 @@ class LeafRuns(LeafLoop):
         meet = self._experts[0].dp_ranks if self._experts else 1
         first = state.mesh.dp_rank // meet * meet
         self._meeting = range(first, first + meet)  # the dp ranks that share the experts of one
-        apart = set(self._whole_shared)
-        self._others = [p for p in self._trained if p not in apart]
-        self._nodes: list[Node] = []  # of losses and gradients of this rank's leaves
         self._nodes_of_experts: list[list[Node]] = [[] for _ in self._meeting]
 
     def _leaves_of_rounds(self) -> Sequence[tuple[int, bool]]:
@@ -78,10 +75,8 @@ def _over_group(
     """Return sums over all leaves, from the nodes of each rank of a group.
 
     Args:
-        nodes: of this rank.
         like: tensors of the shapes and dtypes of what is summed.
         runs: of the leaves of each rank.
-        count: of all leaves.
         group: whose ranks have all leaves.
     """
     if not like:

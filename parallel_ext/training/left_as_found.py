@@ -30,7 +30,6 @@ def left_as_found(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     masks of ``lora_dropout`` and the counts of ``px.RoutingMetrics`` continue where they were.
 
     Args:
-        model: a parallel model, perhaps inside PEFT's.
         optimizer: that steps in the block; None where none does.
     """
     own, state = model_of(model), state_of(model)
@@ -110,11 +109,8 @@ def _kept_optimizer(optimizer: torch.optim.Optimizer) -> Restore:
 
 
 def _random_numbers(device: torch.device) -> Restore:
-    of_torch, of_python, of_numpy = (
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state(),
-    )
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy = numpy.random.get_state()
     of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore() -> None:

@@ -153,8 +153,6 @@ def covered(intervals: Iterable[tuple[int, int, str]], start: int, end: int) -> 
 
     Args:
         intervals: starts, ends and parts of what runs, perhaps at once.
-        start: the first moment.
-        end: the last moment.
     """
     changes = sorted(
         (min(max(moment, start), end), change, part)

@@ -51,9 +51,7 @@ def run_leaves(
     """Run the batches of a step that this dp rank has.
 
     Args:
-        model: of the trainer.
         batches: this rank's, one in each round of leaves.
-        rows: of each batch.
         train: runs forward and backward of a batch, and returns its share of the step's loss.
         context: in which a trainer runs a forward.
 

@@ -136,15 +136,6 @@ def check_positions(position_ids: Tensor, rows: int, length: int) -> None:
     )
 
 
-def check_recomputable(past: int) -> None:
-    """Raise where a cache holds ``past`` tokens, which a recomputed layer would append again."""
-    _check(
-        not past,
-        f"a cache of {past} tokens cannot be read in training with gradient checkpointing; call "
-        "model.eval() or model.gradient_checkpointing_disable()",
-    )
-
-
 def the_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """Return the cache, which transformers before 5.24 names ``past_key_values``.
 

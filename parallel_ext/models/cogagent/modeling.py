@@ -35,7 +35,6 @@ from parallel_ext.models.cogagent.inputs import (
     check_counts,
     check_mask,
     check_positions,
-    check_recomputable,
     check_token_types,
     stacked_images,
     the_cache,
@@ -135,7 +134,11 @@ class CogAgentModel(CogAgentPreTrainedModel):
         cache = as_cache(the_cache(cache, past_key_values), use_cache)
         past = cache.get_seq_length() if cache is not None else 0
         if recomputed:
-            check_recomputable(past)
+            if past:  # a recomputed layer would append its tokens again
+                raise ValueError(
+                    f"CogAgent: a cache of {past} tokens cannot be read in training with gradient "
+                    "checkpointing; call model.eval() or model.gradient_checkpointing_disable()"
+                )
             cache = None
         if token_type_ids is None:
             token_type_ids = inputs_embeds.new_full((rows, length), LANGUAGE, dtype=torch.long)

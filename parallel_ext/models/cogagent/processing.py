@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, PreTrainedTokenizerBase
 
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
@@ -210,10 +211,7 @@ class CogAgentProcessor:
         )
 
     def _padded(self, rows: list[list[int]], fill: int) -> Tensor:
-        length = max(map(len, rows))
-        if self.padding_side == "left":
-            return torch.tensor([[fill] * (length - len(row)) + row for row in rows])
-        return torch.tensor([row + [fill] * (length - len(row)) for row in rows])
+        return pad_sequence([*map(torch.tensor, rows)], True, fill, self.padding_side)
 
 
 @dataclass(frozen=True)

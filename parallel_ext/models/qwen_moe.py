@@ -1,6 +1,6 @@
 """Qwen3-MoE: heads that are normalised one by one, and layers that are dense or a mixture.
 
-OLMoE has the same mixture, in all layers, and Mellum all of it.
+OLMoE has the same mixture, in all layers; Qwen2-MoE beside an expert that all tokens share.
 
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallel_ext.models.llama import OLMO2, QWEN3
+from parallel_ext.models.llama import ATTENTION, MLP, OLMO2, QWEN3
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -18,9 +18,13 @@ from parallel_ext.nn.routing import Choose, Product, in_fp32
 def _route(
     router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
+    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits.
+
+    Where a router does not say whether they have the sum 1, as that of Qwen3.5, they have.
+    """
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, router.norm_topk_prob)
+    normalized = getattr(router, "norm_topk_prob", True)
+    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, normalized)
     return logits, weights.to(logits.dtype), expert_ids
 
 
@@ -65,3 +69,17 @@ MELLUM = replace(
         QWEN3_MOE.mixture, router_class="MellumTopKRouter", experts_class="MellumExperts"
     ),
 )
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    attention=ATTENTION,
+    mixture=replace(
+        QWEN3_MOE.mixture,
+        router_class="Qwen2MoeTopKRouter",
+        experts_class="Qwen2MoeExperts",
+        shared=replace(MLP, name="shared_expert"),
+        shared_gate="shared_expert_gate",
+    ),
+)
+
+QWEN_MOE = (QWEN2_MOE, QWEN3_MOE, OLMOE, FLEX_OLMO, MELLUM)

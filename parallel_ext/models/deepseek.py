@@ -1,7 +1,7 @@
-"""DeepSeek-V3: experts chosen by sigmoids within groups, and attention through low ranks.
+"""DeepSeek-V2 and V3: experts chosen within groups, and attention through low ranks.
 
-GLM-4.5 and dots.llm1 have its mixture, GLM-4.7-Flash all of it. Kimi K2 and Moonlight are such
-models too.
+GLM-4.5 and dots.llm1 have the mixture of V3, GLM-4.7-Flash all of it. Kimi K2 and Moonlight are
+such models too.
 """
 
 from dataclasses import replace
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import LLAMA, MLP, QWEN3
-from parallel_ext.models.qwen3_moe import QWEN3_MOE
+from parallel_ext.models.qwen_moe import QWEN3_MOE
 from parallel_ext.models.sublayers import MixtureNames, RegionNames
 from parallel_ext.nn.routing import Choose, Product, highest
 
 
-def within_groups(scores: torch.Tensor, of_groups: torch.Tensor, top_k: int) -> torch.Tensor:
+def _within_groups(scores: torch.Tensor, of_groups: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return which experts [T, E] are in the ``top_k`` best groups, of which scores are [T, G]."""
     best = torch.zeros_like(of_groups, dtype=torch.bool)
     best.scatter_(1, highest(of_groups, top_k), True)
@@ -36,12 +36,27 @@ def _route(
     corrected = (scores + router.e_score_correction_bias).detach()
     grouped = corrected.unflatten(1, (router.num_group, -1))
     of_groups = grouped.topk(2, dim=-1)[0].sum(-1)
-    allowed = within_groups(corrected, of_groups, router.topk_group)
+    allowed = _within_groups(corrected, of_groups, router.topk_group)
     expert_ids = choose.best(corrected.masked_fill(~allowed, -torch.inf), router.top_k)
     weights = scores.gather(1, expert_ids)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return logits, weights * router.routed_scaling_factor, expert_ids
+
+
+def _route_v2(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``DeepseekV2TopkRouter`` does, in fp32; a group has the score of its best expert."""
+    hidden = hidden_states.reshape(-1, router.hidden_dim)
+    logits = product(hidden.float(), router.weight.float())
+    scores = choose.softmax(logits)
+    if router.topk_method == "group_limited_greedy":
+        of_groups = scores.detach().unflatten(1, (router.num_group, -1)).amax(-1)
+        allowed = _within_groups(scores, of_groups, router.topk_group)
+        scores = scores.masked_fill(~allowed, 0.0)
+    expert_ids = choose.best(scores, router.top_k)
+    return logits, scores.gather(1, expert_ids) * router.routed_scaling_factor, expert_ids
 
 
 _MIXTURE = replace(
@@ -95,3 +110,12 @@ YOUTU = replace(LLAMA, model_type="youtu", attention=None, regions=LATENT_ATTENT
 MINICPM3 = replace(YOUTU, model_type="minicpm3", scaled_embedding="MiniCPM3ScaledWordEmbedding")
 DEEPSEEK_V3 = replace(YOUTU, model_type="deepseek_v3", mixture=_mixture("DeepseekV3"))
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite", mixture=_mixture("Glm4MoeLite"))
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    mixture=replace(_mixture("DeepseekV2"), route=_route_v2, num_experts="num_experts"),
+)
+DEEPSEEK = (
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE_TEXT),
+    *(EXAONE_MOE, MINICPM3, SOLAR_OPEN, YOUTU),
+)
