@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_ext.interplay.trained_together import is_in_force, prepare_to_train
+from parallel_ext.interplay.trained_together import prepare_to_train
+from parallel_ext.parallel.adopting import patches
 from parallel_ext.parallel.beside import parallel_parts
 from parallel_ext.parallel.state import state_of
 from parallel_ext.training.gradients import no_sync
@@ -33,7 +34,7 @@ def start_ddp(
     """
     prepare_to_train(module, "DistributedDataParallel")
     states = [state_of(each) for each in parallel_parts(module).values()]
-    if states and is_in_force():
+    if states and patches:
         nn.Module.__init__(self)
         self.__class__, self.module = _passed_on(type(self)), module
         return
