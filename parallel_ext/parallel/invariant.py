@@ -34,7 +34,7 @@ from parallel_ext.nn.blocks import (
     replicated_linear,
 )
 from parallel_ext.nn.replicated import check_replicated, fix_replicated
-from parallel_ext.nn.routing import Numerics, Routing
+from parallel_ext.nn.routing import Numerics, Routing, fixed_softmax
 from parallel_ext.nn.shared_key import SharedKey
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
@@ -49,6 +49,7 @@ _ERF_GELU = (transformers.activations.GELUActivation,)
 _SQUARED_RELU = (transformers.activations.ReLUSquaredActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
+_OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, fixed_softmax)
 # Classes of norms of heads: of [..., heads, head_dim], or of [..., heads, tokens, head_dim].
 _HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm")
 _TRANSPOSED_HEAD_NORMS = ("Gemma3RMSNorm", "Exaone4RMSNorm", "HunYuanDenseV1RMSNorm")
@@ -350,16 +351,6 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     if names.shared_gate is not None:
         gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
         gate.forward = MethodType(_gate_logits, gate)
-
-
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Compute a softmax over experts with bits that depend on a token's logits alone."""
-    tokens, experts = logits.shape
-    every = torch.arange(experts, device=logits.device).expand(tokens, experts).contiguous()
-    return ops.moe_router(logits, experts, normalized=False, expert_ids=every)[0]
-
-
-_OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, _softmax)
 
 
 def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
