@@ -225,8 +225,8 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
         The routings of the layers with a mixture of experts.
     """
     spec, config = plan.spec, model.config
-    put = Replacer(model, plan.layout, plan.mesh, None)
-    put.embedding(spec.embedding, spec.scaled_embedding is not None)
+    put = Replacer(model, plan, None)
+    put.embedding()
     if spec.attention is not None:
         numbers = config.num_attention_heads, config.num_key_value_heads
         heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
@@ -242,7 +242,7 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     if spec.regions:
         _replace_activations(model)
     fix_replicated(model)
-    put.head(spec.head)
+    put.head()
     head = model.get_submodule(spec.head)
     head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)
     return put.routings
