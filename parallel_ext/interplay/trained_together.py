@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
-from parallel_ext.parallel.drift import check_replicas
+from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
