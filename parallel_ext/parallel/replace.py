@@ -89,31 +89,6 @@ class CopyInput(ComputingHook):
         return own and input_hooks(module)[-1] is self
 
 
-def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | None, list[Routing]]:
-    """Replace all modules that the plan's spec names, each old weight freed before the next.
-
-    Returns:
-        What sums the partial gradients, if there are several ranks, and the layers' routings.
-    """
-    spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
-    replace = Replacer(model, plan, partials)
-    replace.embedding()
-    for path, sublayer in spec.sublayers(plan.layout).items():
-        if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
-            replace.joined_attention(path, sublayer)
-        elif isinstance(sublayer, AttentionNames):
-            replace.attention(path, sublayer)
-        elif isinstance(sublayer, RegionNames):
-            replace.region(path, sublayer)
-        elif isinstance(sublayer, DeltaNetNames):
-            replace.delta_net(path, sublayer)
-        else:
-            replace.mixture(path, sublayer)
-    if spec.head is not None:
-        replace.head()
-    return partials, replace.routings
-
-
 def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     """Let hidden states enter the parallel parts, and leave them where these do not sum.
 
@@ -177,12 +152,17 @@ class Replacer:
     Args:
         model: that is changed.
         plan: for it.
-        partials: sums partial gradients; None where each is summed where it arises.
+
+    Attributes:
+        partials: sums partial gradients; None where none are kept to a backward's end.
+        routings: of the layers with a mixture of experts.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, partials: PartialGradients | None) -> None:
-        self.model, self.partials = model, partials
-        self.spec, self.layout, self.mesh = plan.spec, plan.layout, plan.mesh
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        keeps = plan.mesh.world_size > 1 and plan.options.invariant is None
+        self.model, self.partials = model, PartialGradients() if keeps else None
+        self.spec, self.layout = plan.spec, plan.layout
+        self.mesh, self.options = plan.mesh, plan.options
         # Row-parallel layers that leave their sum to others, by the beginnings of their paths.
         self._unsummed = (f"{plan.spec.layers}.",) if plan.sequence_parallel else ()
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
@@ -205,6 +185,23 @@ class Replacer:
                 old = self._new[old]
             shards.append(old)
         return *shards, layouts
+
+    def replace_all(self) -> None:
+        """Replace all modules that the spec names, each old weight freed before the next."""
+        self.embedding()
+        for path, sublayer in self.spec.sublayers(self.layout).items():
+            if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
+                self.joined_attention(path, sublayer)
+            elif isinstance(sublayer, AttentionNames):
+                self.attention(path, sublayer)
+            elif isinstance(sublayer, RegionNames):
+                self.region(path, sublayer)
+            elif isinstance(sublayer, DeltaNetNames):
+                self.delta_net(path, sublayer)
+            else:
+                self.mixture(path, sublayer)
+        if self.spec.head is not None:
+            self.head()
 
     def _tied(self, path: str) -> bool:
         tied = self.layout.tied
