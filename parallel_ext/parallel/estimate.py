@@ -133,7 +133,7 @@ class _Run:
     Attributes:
         mesh: the rank's.
         parts: the most bytes alive in each part of the step.
-        sent: without what ZeRO sends.
+        sent: without the gradients of an adapter.
         recorded: the marks, with fewer layers than the model has.
     """
 
@@ -151,9 +151,8 @@ class _Run:
         gathered = received = 0
         if self.mesh.dp_size > 1:
             adapted, layer = step.adapt is not None, held.largest_layer(rank)
-            zero = held.sent_by_zero(rank, step.zero, adapted, self.recorded.gathered_once)
-            sent = sent.plus(zero, 1)
             if adapted:  # one flat sum of gradients, which stay whole
+                sent = sent.plus(held.sent_by_adapter(rank), 1)
                 parts["end"] += held.nbytes(rank, adapter=True)
             # Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of
             # the layers and of one layer; both receive one layer in a buffer.

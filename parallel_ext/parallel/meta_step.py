@@ -62,7 +62,7 @@ class Recorded:
         summed: by group, the parameters whose gradients are summed in the end, in that order.
         idle: names of the parameters that are trained and get no gradient, as of a layer of an
             image tower that no forward runs.
-        skipped, gathered_once: with ZeRO, of :class:`MetaZero`.
+        skipped: with ZeRO, of :class:`MetaZero`.
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
@@ -72,7 +72,6 @@ class Recorded:
     summed: dict[str, list[Summed]] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()
-    gathered_once: tuple[str, ...] = ()
 
 
 class _Live(TorchDispatchMode):
@@ -200,7 +199,7 @@ def run_step(
     live = _Live((*model.parameters(), *model.buffers(), ids, *further.values()))
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
-    zero = None if state_of(model).zero is None else MetaZero(model, live.give_back)
+    zero = None if state_of(model).zero is None else MetaZero(model, live.give_back, live.traffic)
     region = None if autocast is None else MetaAutocast(autocast)
     copies = {} if region is None else region.copies
     numbers = _watch_layers(inner, live, copies)
@@ -225,7 +224,6 @@ def run_step(
         if zero is not None:
             zero.finish()
             live.recorded.skipped = zero.skipped
-            live.recorded.gathered_once = zero.gathered_once
         live.mark("end")
     live.recorded.idle = frozenset(
         name
