@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NoReturn
 
@@ -76,11 +76,9 @@ class _PassedOn(DistributedDataParallel):
     def train(self, mode: bool = True) -> _PassedOn:
         return nn.Module.train(self, mode)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leave out the sums over the dp ranks, as ``px.no_sync`` does."""
-        with no_sync(self.module):
-            yield
+        return no_sync(self.module)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

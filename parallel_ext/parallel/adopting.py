@@ -7,7 +7,6 @@ that only helps. Training says which.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.grad_sync import PartialGradients
-from parallel_ext.parallel.holders import Holders
+from parallel_ext.parallel.holders import Holders, modules_in_process
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -202,19 +201,13 @@ def _place_beside(
 
 def plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
-    models = _models_of_transformers()
+    models = modules_in_process(transformers.PreTrainedModel)
     inside = {id(part) for each in models if _has_decoder(each) for part in each.modules()}
     return [
         each
         for each in models
         if may_adopt(each) and (_has_decoder(each) or id(each) not in inside)
     ]
-
-
-def _models_of_transformers() -> list[nn.Module]:
-    gc.collect()  # what nobody holds any more
-    kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _copies_of(model: nn.Module) -> list[nn.Module]:
