@@ -14,7 +14,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
-from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, NoLogits, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import (
     LOSS_OPTIONS,
     OPTIONS_OF_THE_OP,
@@ -27,7 +27,6 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_router_logits
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
-from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,

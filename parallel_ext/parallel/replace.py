@@ -29,7 +29,7 @@ from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.want_sharded import WantSharded
+from parallel_ext.parallel.watch_forward import WantSharded
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
 from parallel_ext.sharding.layout import Range, TensorLayout, split
 from parallel_ext.sharding.slices import take
