@@ -55,7 +55,8 @@ _PLACED = {
 }
 _UNUSED = {"_from_auto", "_commit_hash", "adapter_kwargs", "proxies", "trust_remote_code"}
 
-_USE_CPU = "ACCELERATE_USE_CPU"  # without it accelerate sees one process on CPUs, of however many
+# Without it accelerate sees one process on CPUs, however many there are.
+_USE_CPU = "ACCELERATE_USE_CPU"
 
 # Whose code knows that accelerate's processes are ranks.
 _PACKAGES = ("accelerate", "parallel_ext", "peft", "transformers", "trl")
