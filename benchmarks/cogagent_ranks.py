@@ -25,7 +25,7 @@ from parallel_ext.models.cogagent.modeling import CogAgentModel
 from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.replace import CopyInput, replace_modules
+from parallel_ext.parallel.replace import CopyInput, Replacer
 from parallel_ext.parallel.state import STATE_NAME
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.slices import take
@@ -133,7 +133,7 @@ def _port(dtype: torch.dtype, layout: ModelLayout, mesh: px.Mesh) -> CogAgentFor
     """The same model with nothing merged: what one makes of it linear by linear."""
     model = _whole(dtype)
     regions = tuple(replace(region, merges=False) for region in COGAGENT.regions)
-    replace_modules(model, Plan(mesh, replace(COGAGENT, regions=regions), layout))
+    Replacer(model, Plan(mesh, replace(COGAGENT, regions=regions), layout)).replace_all()
     for layer in model.model.layers:
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
         for reads_whole in (

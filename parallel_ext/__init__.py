@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from parallel_ext.lora.config import LoraConfig
     from parallel_ext.models import register
     from parallel_ext.ops.workspaces import release_workspaces
-    from parallel_ext.parallel.digest import digest
-    from parallel_ext.parallel.drift import check_replicas
+    from parallel_ext.parallel.compare import check_replicas, digest
     from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict
     from parallel_ext.parallel.generation import generate
     from parallel_ext.parallel.parallelize import parallelize
@@ -82,8 +81,7 @@ _HOMES = {
     "lora.config": ("LoraConfig",),
     "models": ("register",),
     "ops.workspaces": ("release_workspaces",),
-    "parallel.digest": ("digest",),
-    "parallel.drift": ("check_replicas",),
+    "parallel.compare": ("check_replicas", "digest"),
     "parallel.from_pretrained": ("from_pretrained", "full_state_dict"),
     "parallel.generation": ("generate",),
     "parallel.parallelize": ("parallelize",),

@@ -31,7 +31,7 @@ from parallel_ext.interplay.data_loaders import (
 )
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.interplay.trained_together import prepare_to_train
-from parallel_ext.nn.extended import extend
+from parallel_ext.nn.extended import extend, extend_by_name
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.joining import arrive
@@ -60,25 +60,15 @@ _steps: WeakKeyDictionary[AcceleratedScheduler, int] = WeakKeyDictionary()
 
 def extend_accelerator() -> None:
     """Extend ``Accelerator`` so that it knows parallel models."""
-    extend(Accelerator.prepare, prepare)
-    extend(Accelerator.prepare_model, prepare_model)
-    extend(Accelerator.unwrap_model, unwrap_model)
-    extend(Accelerator.prepare_data_loader, prepare_data_loader)
+    extend_by_name(
+        Accelerator,
+        *(prepare, prepare_model, prepare_data_loader, prepare_scheduler, unwrap_model),
+        *(no_sync, join_uneven_inputs, backward, clip_grad_norm_),
+        *(gather, gather_for_metrics, reduce, split_between_processes),
+        *(get_state_dict, save_model, save_state, load_state),
+    )
     extend(accelerate.skip_first_batches, skip_first_batches)
-    extend(Accelerator.prepare_scheduler, prepare_scheduler)
     extend(AcceleratedScheduler.step, step_scheduler)
-    extend(Accelerator.no_sync, no_sync)
-    extend(Accelerator.join_uneven_inputs, join_uneven_inputs)
-    extend(Accelerator.backward, backward)
-    extend(Accelerator.clip_grad_norm_, clip_grad_norm_)
-    extend(Accelerator.gather, gather)
-    extend(Accelerator.gather_for_metrics, gather_for_metrics)
-    extend(Accelerator.reduce, reduce)
-    extend(Accelerator.split_between_processes, split_between_processes)
-    extend(Accelerator.get_state_dict, get_state_dict)
-    extend(Accelerator.save_model, save_model)
-    extend(Accelerator.save_state, save_state)
-    extend(Accelerator.load_state, load_state)
 
 
 def prepare(plain: Plain, self: Accelerator, *args: Any, **kwargs: Any) -> Any:

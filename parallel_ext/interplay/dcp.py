@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from parallel_ext.interplay.refusals import Refusal, refuse
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.nn.extended import extend
+from parallel_ext.nn.extended import extend, extend_by_name
 from parallel_ext.parallel.state import own_state
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -30,8 +30,7 @@ _INSTEAD = (
 def extend_dcp() -> None:
     """Extend ``torch.distributed.checkpoint`` so that it knows parallel models."""
     extend(dcp.save, save)
-    extend(of_torch.get_model_state_dict, get_model_state_dict)
-    extend(of_torch.set_model_state_dict, set_model_state_dict)
+    extend_by_name(of_torch, get_model_state_dict, set_model_state_dict)
     for of_what in ("state_dict", "optimizer_state_dict"):
         for name in (f"get_{of_what}", f"set_{of_what}"):
             extend(getattr(of_torch, name), _without_full_tensors(name))

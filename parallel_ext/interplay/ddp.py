@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_ext.interplay.trained_together import is_in_force, prepare_to_train
+from parallel_ext.interplay.trained_together import prepare_to_train
+from parallel_ext.parallel.adopting import patches
 from parallel_ext.parallel.beside import parallel_parts
 from parallel_ext.parallel.state import state_of
 from parallel_ext.training.gradients import no_sync
@@ -33,7 +34,7 @@ def start_ddp(
     """
     prepare_to_train(module, "DistributedDataParallel")
     states = [state_of(each) for each in parallel_parts(module).values()]
-    if states and is_in_force():
+    if states and patches:
         nn.Module.__init__(self)
         self.__class__, self.module = _passed_on(type(self)), module
         return
@@ -75,11 +76,9 @@ class _PassedOn(DistributedDataParallel):
     def train(self, mode: bool = True) -> _PassedOn:
         return nn.Module.train(self, mode)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leave out the sums over the dp ranks, as ``px.no_sync`` does."""
-        with no_sync(self.module):
-            yield
+        return no_sync(self.module)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

@@ -12,7 +12,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
@@ -31,7 +30,9 @@ from parallel_ext.distributed.errors import CheckpointError, warn_user
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay import trained_together
 from parallel_ext.nn.extended import extend, restore
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.parallel import adopting, joining
+from parallel_ext.parallel.adopting import Patch, patches
 from parallel_ext.parallel.configuration import is_of_images, served, type_of_text
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
@@ -54,26 +55,11 @@ _PLACED = {
 }
 _UNUSED = {"_from_auto", "_commit_hash", "adapter_kwargs", "proxies", "trust_remote_code"}
 
-
+# Without it accelerate sees one process on CPUs, however many there are.
 _USE_CPU = "ACCELERATE_USE_CPU"
 
 # Whose code knows that accelerate's processes are ranks.
 _PACKAGES = ("accelerate", "parallel_ext", "peft", "transformers", "trl")
-
-
-@dataclass(frozen=True)
-class _Patch:
-    """What :func:`patch` was given, the mesh that it has made, and whether it has set ``_USE_CPU``.
-
-    Without that variable accelerate sees one process on CPUs, however many there are.
-    """
-
-    options: dict[str, Any]
-    mesh: Mesh
-    uses_cpu: bool
-
-
-_patches: list[_Patch] = []  # one, or none
 
 
 def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) -> Mesh:
@@ -109,28 +95,25 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     """
     if zero not in (2, 3):
         raise ValueError(f"patch: zero must be 2 or 3, got {zero!r}")
-    plain = sorted(plain)
-    options = {"tp": tp, "ep": ep, "zero": zero, "plain": plain}
-    if _patches:
-        if _patches[0].options != options:
+    options = {"tp": tp, "ep": ep, "zero": zero, "plain": sorted(plain)}
+    if patches:
+        if patches[0].options != options:
             raise ValueError(
-                f"patch: it is in force with {_patches[0].options}, and was called with {options}; "
+                f"patch: it is in force with {patches[0].options}, and was called with {options}; "
                 "call px.unpatch() first"
             )
-        return _patches[0].mesh
+        return patches[0].mesh
     run_extensions()
     mesh = init_mesh(tp=tp, ep=ep)
     uses_cpu = mesh.device.type == "cpu" and _USE_CPU not in os.environ
     if uses_cpu:
         os.environ[_USE_CPU] = "true"
     joining.start(mesh)
-    adopting.start(mesh, plain)
-    trained_together.start(mesh, zero)
-    _patches.append(_Patch(options, mesh, uses_cpu))
+    patches.append(Patch(mesh, options, PartialGradients(), uses_cpu))
     _end_at_exit()
     for function, extension in _EXTENDED.items():
         extend(function, extension)
-    return _patches[0].mesh
+    return mesh
 
 
 def unpatch() -> None:
@@ -144,12 +127,10 @@ def unpatch() -> None:
     for function in _EXTENDED:
         restore(function)
     joining.stop()
-    adopting.stop()
-    trained_together.stop()
-    for patched in _patches:
+    for patched in patches:
         if patched.uses_cpu:
             os.environ.pop(_USE_CPU, None)
-    _patches.clear()
+    patches.clear()
 
 
 @cache
@@ -162,7 +143,7 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
 
     Of causal classes; and of those of images, where their files can be read by slices.
     """
-    patched = _patches[0]
+    patched = patches[0]
     if cls.__name__ in patched.options["plain"]:
         return plain(cls, source, *args, **kwargs)
     if not adopting.is_causal(cls):
@@ -208,7 +189,7 @@ def _load_with_images(
     else:
         joining.arrive(f"{cls.__name__}.from_pretrained")
         try:
-            return from_pretrained(source, _patches[0].mesh, config=config, **options)
+            return from_pretrained(source, patches[0].mesh, config=config, **options)
         except CheckpointError as error:
             why = error
     warn_user(f"px.patch: each rank loads {cls.__name__} whole: {why}")
@@ -256,7 +237,7 @@ def _start_sampler(
     **kwargs: Any,
 ) -> None:
     """Extend ``DistributedSampler`` to shard over the dp ranks; tp ranks get the same samples."""
-    mesh = _patches[0].mesh
+    mesh = patches[0].mesh
     if num_replicas in (None, mesh.world_size) and rank in (None, mesh.rank):
         num_replicas, rank = mesh.dp_size, mesh.dp_rank
     plain(self, dataset, num_replicas, rank, *args, **kwargs)
@@ -338,14 +319,14 @@ def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
 
     Scripts multiply schedules, and divide data, by it. Packages count all ranks, as served.
     """
-    mesh, count = _patches[0].mesh, plain(self)
+    mesh, count = patches[0].mesh, plain(self)
     scripts = count == mesh.world_size and not _is_called_by(_PACKAGES)
     return mesh.dp_size if scripts else count
 
 
 def _number_process(plain: Callable[..., int], self: Accelerator) -> int:
     """Extend ``Accelerator.process_index`` to be the dp rank where a script asks."""
-    mesh, index = _patches[0].mesh, plain(self)
+    mesh, index = patches[0].mesh, plain(self)
     scripts = index == mesh.rank and not _is_called_by(_PACKAGES)
     return mesh.dp_rank if scripts else index
 

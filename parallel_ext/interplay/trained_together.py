@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -11,12 +11,10 @@ import transformers
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import tensors_in
-from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
-from parallel_ext.parallel.drift import check_replicas
+from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
@@ -30,32 +28,7 @@ from parallel_ext.parallel.state import (
 )
 from parallel_ext.training.data_parallel import average_beside, data_parallel
 
-
-class _Ranks(NamedTuple):
-    """The mesh of one ``px.patch``, its stage of ``px.data_parallel``, and what else is summed."""
-
-    mesh: Mesh
-    zero: int
-    sums: PartialGradients
-
-
-_in_force: list[_Ranks] = []  # one, or none
 _holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves others join
-
-
-def start(mesh: Mesh, zero: int) -> None:
-    """Let all that is trained from here on be trained by the dp ranks together."""
-    _in_force.append(_Ranks(mesh, zero, PartialGradients()))
-
-
-def stop() -> None:
-    """Let each rank train what it likes from here on."""
-    _in_force.clear()
-
-
-def is_in_force() -> bool:
-    """Return whether the dp ranks train all together, since ``px.patch`` says so."""
-    return bool(_in_force)
 
 
 def start_optimizer(
@@ -81,8 +54,7 @@ def add_group(plain: Callable[..., None], self: Optimizer, param_group: Any) -> 
 
 def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[Any]:
     """Return parameters, or groups of them, of models that the dp ranks train together."""
-    mesh = _in_force[0].mesh
-    if mesh.world_size == 1 or is_called_by_this_package():
+    if adopting.patches[0].mesh.world_size == 1 or is_called_by_this_package():
         return params
     name = type(optimizer).__name__
     params = [_with_list(each) for each in params]
@@ -123,9 +95,10 @@ def _train_beside(parameters: list[torch.Tensor], models: list[nn.Module], name:
             "language model of transformers, its decoder, or a classifier made of one, call "
             "px.parallelize(model, mesh), or px.unpatch() to train it so"
         )
-    ranks = _in_force[0]
+    patched = adopting.patches[0]
     named = {f"{n}, of shape {tuple(p.shape)}": p for n, p in enumerate(parameters, 1)}
-    average_beside(named, ranks.mesh, state_of(models[0]).partials if models else ranks.sums, name)
+    sums = state_of(models[0]).partials if models else patched.sums
+    average_beside(named, patched.mesh, sums, name)
 
 
 def train_together(model: nn.Module) -> None:
@@ -144,7 +117,7 @@ def train_together(model: nn.Module) -> None:
     copies = [each for each in copies_of(model_of(model)) if _lacks_data_parallel(each)]
     for each in (model, *adopting.made_on_all(copies, mesh, "data_parallel")):
         check_replicas(each)
-        data_parallel(each, mesh, _in_force[0].zero)
+        data_parallel(each, mesh, adopting.patches[0].options["zero"])
 
 
 def _remember_holders(model: nn.Module) -> None:
@@ -168,7 +141,7 @@ def prepare_to_train(module: nn.Module, place: str) -> None:
     Anything else, and a model without trained parameters, stays as it is. ``place`` is the call
     that prepares it, for errors.
     """
-    if _in_force and any(parameter.requires_grad for parameter in module.parameters()):
+    if adopting.patches and any(parameter.requires_grad for parameter in module.parameters()):
         adopting.adopt_trained(module, place)
         if is_parallel(module):
             train_together(module)

@@ -79,6 +79,12 @@ def extend(function: Callable[..., Any], extension: Callable[..., Any]) -> None:
     function.__signature__ = signature
 
 
+def extend_by_name(owner: Any, *extensions: Callable[..., Any]) -> None:
+    """Extend functions of a module, or of a class, each by the extension with its name."""
+    for extension in extensions:
+        extend(getattr(owner, extension.__name__), extension)
+
+
 def restore(function: Callable[..., Any]) -> None:
     """Undo :func:`extend`; a function that is not extended stays as it is."""
     entry = _extended.get(key := _key_of(function))

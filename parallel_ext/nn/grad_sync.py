@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -267,11 +267,9 @@ class PartialGradients:
         averaged = chain(*(of.values() for of in self._averaged.values()), self._beside)
         return self._unaveraged and any(p.grad is not None and p.grad.any() for p in averaged)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Let backwards inside the context sum at once, and leave kept partial gradients aside."""
-        with temporarily(self, _pending={}, _synchronize=True):
-            yield
+        return temporarily(self, _pending={}, _synchronize=True)
 
 
 def has_hooks(name: str) -> RuntimeError:

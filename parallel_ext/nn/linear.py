@@ -101,7 +101,55 @@ class ComputingHook:
         self._served = ()
 
 
-class ColumnParallelLinear(ComputedAhead, ShardedModule):
+class _ParallelLinear(ShardedModule):
+    """The base of linear layers of which each rank holds a part."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight, self.bias = weight, bias
+
+    @classmethod
+    def from_sizes(
+        cls,
+        in_features: int,
+        out_features: int,
+        group: Group | dist.ProcessGroup,
+        bias: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ColumnParallelLinear | RowParallelLinear:
+        """Build this rank's shard with the initial values of ``nn.Linear(...)`` in one process.
+
+        Every rank of the group draws the values of the whole layer, with one state of torch's
+        generator, and keeps its own; on the CPU in blocks of 4 MiB, so that no rank holds the
+        whole weight. On a GPU one copy of it is made for the time of the call.
+
+        Args:
+            in_features: of the whole layer.
+            out_features: of the whole layer.
+            group: of consecutive ranks.
+            bias: whether there is one.
+            multiple_of: boundaries between the ranks' features are multiples of this.
+            device: of the parameters, with whose generator they are drawn; on ``"meta"`` none is.
+            dtype: of the parameters.
+
+        Example:
+            >>> ColumnParallelLinear.from_sizes(3, 7, ops.ALONE).weight.shape
+            torch.Size([7, 3])
+        """
+        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
+
+
+class ColumnParallelLinear(ComputedAhead, _ParallelLinear):
     """``nn.Linear`` of which each rank holds some output features (rows of the weight).
 
     Args:
@@ -130,9 +178,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         replicas: Group = ops.ALONE,
         partials: PartialGradients | None = None,
     ) -> None:
-        super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
-        self.weight, self.bias = weight, bias
+        super().__init__(weight, bias, layouts, group)
         self.replicas, self.partials = replicas, partials
 
     @property
@@ -157,39 +203,6 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         layouts = row_layouts(plain, group, multiple_of)
         bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None
         return cls(shard_of(plain.weight, layouts["weight"], group), bias, layouts, group)
-
-    @classmethod
-    def from_sizes(
-        cls,
-        in_features: int,
-        out_features: int,
-        group: Group | dist.ProcessGroup,
-        bias: bool = True,
-        multiple_of: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> ColumnParallelLinear:
-        """Build this rank's shard with the initial values of ``nn.Linear(...)`` in one process.
-
-        Every rank of the group draws the values of the whole layer, with one state of torch's
-        generator, and keeps its own; on the CPU in blocks of 4 MiB, so that no rank holds the
-        whole weight. On a GPU one copy of it is made for the time of the call.
-
-        Args:
-            in_features: of the whole layer.
-            out_features: of the whole layer.
-            group: of consecutive ranks.
-            bias: whether there is one.
-            multiple_of: boundaries between the ranks' features are multiples of this.
-            device: of the parameters, with whose generator they are drawn; on ``"meta"`` none is.
-            dtype: of the parameters.
-
-        Example:
-            >>> ColumnParallelLinear.from_sizes(3, 7, ops.ALONE).weight.shape
-            torch.Size([7, 3])
-        """
-        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
-        return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
 
     def _for_use(self, attribute: str) -> torch.Tensor | None:
         parameter = self.shard(attribute)
@@ -243,7 +256,7 @@ def added_once(bias: torch.Tensor | None, layer: RowParallelLinear) -> torch.Ten
     return bias - bias.detach()
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(_ParallelLinear):
     """``nn.Linear`` of which each rank holds some input features (columns of the weight).
 
     Args:
@@ -268,9 +281,7 @@ class RowParallelLinear(ShardedModule):
         partials: PartialGradients | None = None,
         sums: bool = True,
     ) -> None:
-        super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
-        self.weight, self.bias = weight, bias
+        super().__init__(weight, bias, layouts, group)
         self.partials = partials
         self.summed_over = group if sums else ops.ALONE
 
@@ -290,29 +301,6 @@ class RowParallelLinear(ShardedModule):
         ranges = split(plain.in_features, group.size, multiple_of)
         layout = shard_along("weight", tuple(plain.weight.shape), 1, ranges)
         return cls(shard_of(plain.weight, layout, group), plain.bias, {"weight": layout}, group)
-
-    @classmethod
-    def from_sizes(
-        cls,
-        in_features: int,
-        out_features: int,
-        group: Group | dist.ProcessGroup,
-        bias: bool = True,
-        multiple_of: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> RowParallelLinear:
-        """Build this rank's shard with the initial values of ``nn.Linear(...)`` in one process.
-
-        Arguments and memory are those of :meth:`ColumnParallelLinear.from_sizes`; the bias is
-        replicated.
-
-        Example:
-            >>> RowParallelLinear.from_sizes(7, 3, ops.ALONE).weight.shape
-            torch.Size([3, 7])
-        """
-        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
-        return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward."""

@@ -11,6 +11,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.routing import fixed_softmax
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.slices import from_each_rank
 
@@ -213,11 +214,6 @@ class BalanceOfLeaves:
             self._own.scatter_add_(0, choices, valid.repeat_interleave(self.top_k))
             self._own[-1] += valid.sum()
 
-    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the softmax in fp32 or wider; the gradients of torch's depend on threads."""
-        everyone = torch.arange(self.num_experts, device=logits.device).expand(len(logits), -1)
-        return ops.moe_router(logits, self.num_experts, normalized=False, expert_ids=everyone)[0]
-
     def sum_over_dp(self) -> None:
         """Add the counts of all dp ranks."""
         self._of_all = from_each_rank(self._own, self.mesh.dp).sum(0)
@@ -233,7 +229,7 @@ class BalanceOfLeaves:
         chosen, tokens = self._of_all[:-1], self._of_all[-1]
         factors = (self.num_experts * chosen / tokens.square()).to(wide)
         shares = [
-            (self._probabilities(logits) * factors).sum(-1) * _valid(logits, mask, wide)
+            (fixed_softmax(logits) * factors).sum(-1) * _valid(logits, mask, wide)
             for logits in router_logits
         ]
         return _sum_in_halves(torch.cat(shares))

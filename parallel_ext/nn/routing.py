@@ -172,6 +172,16 @@ class Routing:
             self.observer(choices_per_expert, rows)
 
 
+def fixed_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over experts of logits [T, E], in fp32 or wider.
+
+    Its bits depend on a token's logits alone; the gradients of torch's depend on threads.
+    """
+    tokens, experts = logits.shape
+    every = torch.arange(experts, device=logits.device).expand(tokens, experts).contiguous()
+    return moe_router(logits, experts, normalized=False, expert_ids=every)[0]
+
+
 def highest(scores: torch.Tensor, number: int) -> torch.Tensor:
     """Return the places [T, number] of the highest scores [T, E] of each row, in their order."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]

@@ -7,16 +7,16 @@ that only helps. Training says which.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.parallel.holders import Holders
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.parallel.holders import Holders, modules_in_process
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -24,28 +24,24 @@ from parallel_ext.parallel.state import is_parallel
 from parallel_ext.parallel.validate import CLASSIFIERS, is_decoder
 
 
-class _Adoption(NamedTuple):
-    """The mesh of one ``px.patch``, and the names of classes that stay plain."""
+class Patch(NamedTuple):
+    """A ``px.patch`` that is in force.
+
+    Attributes:
+        mesh: that it has made.
+        options: that it was given, by name.
+        sums: the gradients of what is trained beside all parallel models.
+        uses_cpu: whether it has told accelerate to use the CPU.
+    """
 
     mesh: Mesh
-    plain: frozenset[str]
+    options: dict[str, Any]
+    sums: PartialGradients
+    uses_cpu: bool
 
 
-_adoptions: list[_Adoption] = []  # one, or none
-
-
-def start(mesh: Mesh, plain: Iterable[str]) -> None:
-    """Let causal language models, classifiers and decoders become parallel once they are trained.
-
-    ``plain`` are names of classes whose models stay plain. A mesh of one rank has no effect.
-    """
-    if mesh.world_size > 1:
-        _adoptions.append(_Adoption(mesh, frozenset(plain)))
-
-
-def stop() -> None:
-    """Let plain models stay so from here on."""
-    _adoptions.clear()
+patches: list[Patch] = []
+"""The one that is in force, or none."""
 
 
 def is_causal(cls: type) -> bool:
@@ -67,7 +63,8 @@ def may_adopt(model: object) -> bool:
     return (
         isinstance(model, transformers.PreTrainedModel)
         and (_has_decoder(model) or is_decoder(model))
-        and any(cls.__name__ not in each.plain for each in _adoptions)
+        and any(cls.__name__ not in each.options["plain"] for each in patches)
+        and patches[0].mesh.world_size > 1
         and not is_parallel(model)
     )
 
@@ -110,7 +107,7 @@ def adopt(model: object, place: str) -> None:
             "the first backward"
         )
     arrive(place)
-    mesh = _adoptions[0].mesh
+    mesh = patches[0].mesh
     copies = made_on_all(_copies_of(model), mesh, place)
     parallelize(model, mesh)
     for each in copies:
@@ -151,7 +148,7 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     Returns:
         ``id`` of a parameter of such a model before -> the parameter in its place.
     """
-    trained = [tensor for tensor in tensors if tensor.requires_grad] if _adoptions else []
+    trained = [tensor for tensor in tensors if tensor.requires_grad] if patches else []
     owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
     found: dict[tuple[int, int], tuple[nn.Module, dict[int, str]]] = {}
     held: set[int] = set()
@@ -204,19 +201,13 @@ def _place_beside(
 
 def plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
-    models = _models_of_transformers()
+    models = modules_in_process(transformers.PreTrainedModel)
     inside = {id(part) for each in models if _has_decoder(each) for part in each.modules()}
     return [
         each
         for each in models
         if may_adopt(each) and (_has_decoder(each) or id(each) not in inside)
     ]
-
-
-def _models_of_transformers() -> list[nn.Module]:
-    gc.collect()  # what nobody holds any more
-    kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _copies_of(model: nn.Module) -> list[nn.Module]:

@@ -265,7 +265,8 @@ def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
                 "remove it, or pass attn_implementation= to px.from_pretrained"
             )
         elif name in _LABELS:
-            length = number if name == "num_labels" else len(value) if _sized(value) else None
+            sized = isinstance(value, (dict, list, str))
+            length = number if name == "num_labels" else len(value) if sized else None
             if length is not None and not 0 <= length <= _MAX_LABELS:
                 yield f"{where} asks for {shown(length)} labels, of which {_MAX_LABELS} may be"
         elif name == "vocab_size":
@@ -283,10 +284,6 @@ def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
             yield f"{where} is {shown(number)}, more than the {_MAX_SIZE} that a size may be"
         if name in _AT_LEAST_ONE and number is not None and number < 1:
             yield f"{where} is {shown(number)}, but must be at least 1"
-
-
-def _sized(value: Any) -> bool:
-    return isinstance(value, (dict, list, str))
 
 
 def _refusal(path: Path, content: dict[str, Any], error: Exception) -> str:

@@ -24,7 +24,7 @@ from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.configuration import parameters_on_meta, type_of_text
 from parallel_ext.parallel.held_bytes import Held
-from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
+from parallel_ext.parallel.meta_step import Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.planned_mesh import PlannedMesh
@@ -126,47 +126,6 @@ class _OfRank:
     sent: _Sent
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A step that was run on a rank.
-
-    Attributes:
-        mesh: the rank's.
-        parts: the most bytes alive in each part of the step.
-        sent: without what ZeRO sends.
-        recorded: the marks, with fewer layers than the model has.
-    """
-
-    mesh: PlannedMesh
-    parts: dict[str, int]
-    sent: Traffic
-    recorded: Recorded
-
-    def of_rank(self, held: Held, step: Step) -> _OfRank:
-        """Add what ZeRO, an adapter and the loss take and send."""
-        rank, parts, sent = self.mesh.rank, self.parts.copy(), self.sent
-        # Adapters leave the head frozen.
-        tile = min(step.rows * step.tokens, _TILE if step.adapt is None else _TILE_OF_FROZEN)
-        logits = tile * held.vocab_rows(rank) * (step.autocast or step.dtype).itemsize
-        gathered = received = 0
-        if self.mesh.dp_size > 1:
-            adapted, layer = step.adapt is not None, held.largest_layer(rank)
-            zero = held.sent_by_zero(rank, step.zero, adapted, self.recorded.gathered_once)
-            sent = sent.plus(zero, 1)
-            if adapted:  # one flat sum of gradients, which stay whole
-                parts["end"] += held.nbytes(rank, adapter=True)
-            # Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of
-            # the layers and of one layer; both receive one layer in a buffer.
-            if step.zero == 2:
-                received = layer  # not in backward
-                gathered = held.nbytes(rank, adapter=False) - held.skipped(rank) + layer
-            else:
-                gathered = held.nbytes(rank, layers=False, adapter=False) + 2 * layer
-        forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + logits)
-        beside = gathered + max(forward, max(parts.values()) - received)
-        return _OfRank(gathered, forward, logits, beside, sent.by_group())
-
-
 class Planner:
     """Estimates the layouts of one architecture, of which it builds no weights.
 
@@ -187,7 +146,6 @@ class Planner:
             raise ValueError("a model without layers cannot be planned")
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
         self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
-        self._known: KnownOps = {}
 
     @classmethod
     def of(cls, source: str) -> Planner:
@@ -237,10 +195,14 @@ class Planner:
             layout = layout_of(self._plain, self._spec, tp, ep)
             meshes = [PlannedMesh(world, tp, ep, rank) for rank in _unlike(layout, mesh, step)]
             models = [self._parallel(each, layout, step) for each in meshes]
-        runs = [self._run(*each, step, total - few) for each in zip(models, meshes, strict=True)]
+        batch = step.rows, step.tokens
+        runs = [
+            run_step(model, self._spec.layers, *batch, step.checkpointing, step.autocast)
+            for model in models
+        ]
         held = Held(
             *(self._spec, layout, tp, ep, world, step.dtype.itemsize, total - few),
-            *(runs[0].recorded.idle, runs[0].recorded.skipped),
+            *(runs[0].idle, runs[0].skipped),
         )
         if step.adapt is not None:
             held.add_adapter(models[0])
@@ -250,7 +212,9 @@ class Planner:
         adapter = True if step.adapt else None
         weights = {r: held.nbytes(r, sharded=True) for r in ranks}
         trained = {r: held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks}
-        of_runs = [each.of_rank(held, step) for each in runs]
+        of_runs = [
+            self._of_rank(*each, held, step, total - few) for each in zip(runs, meshes, strict=True)
+        ]
         peaks = [
             weights[rank] + states * trained[rank] + one.beside
             for each, one in zip(meshes, of_runs, strict=True)
@@ -272,14 +236,38 @@ class Planner:
             sent=(of_runs[0].sent, of_runs[-1].sent),
         )
 
-    def _run(
-        self, model: transformers.PreTrainedModel, mesh: PlannedMesh, step: Step, further: int
-    ) -> _Run:
-        """Run a step on a rank, and add what further layers take."""
-        recorded = run_step(
-            *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing),
-            *(step.autocast, self._known),
-        )
+    def _of_rank(
+        self, recorded: Recorded, mesh: PlannedMesh, held: Held, step: Step, further: int
+    ) -> _OfRank:
+        """Add to a run what further layers, ZeRO, an adapter and the loss take and send."""
+        rank, adapted = mesh.rank, step.adapt is not None
+        parts, sent = self._with_layers(recorded, step, further)
+        if mesh.tp_size > 1:
+            sent.send("tp", "all_gather", _AGREEMENT)
+        # Adapters leave the head frozen.
+        tile = min(step.rows * step.tokens, _TILE_OF_FROZEN if adapted else _TILE)
+        logits = tile * held.vocab_rows(rank) * (step.autocast or step.dtype).itemsize
+        gathered = received = 0
+        if mesh.dp_size > 1:
+            layer = held.largest_layer(rank)
+            if adapted:  # one flat sum of gradients, which stay whole
+                sent = sent.plus(held.sent_by_adapter(rank), 1)
+                parts["end"] += held.nbytes(rank, adapter=True)
+            # Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of
+            # the layers and of one layer; both receive one layer in a buffer.
+            if step.zero == 2:
+                received = layer  # not in backward
+                gathered = held.nbytes(rank, adapter=False) - held.skipped(rank) + layer
+            else:
+                gathered = held.nbytes(rank, layers=False, adapter=False) + 2 * layer
+        forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + logits)
+        beside = gathered + max(forward, max(parts.values()) - received)
+        return _OfRank(gathered, forward, logits, beside, sent.by_group())
+
+    def _with_layers(
+        self, recorded: Recorded, step: Step, further: int
+    ) -> tuple[dict[str, int], Traffic]:
+        """Return the peaks of a run's parts, and what it sends, with further layers."""
         parts, sent = recorded.peaks, recorded.sent["end"]
         if further:
             of_layer, kept, left = _of_a_layer(recorded)
@@ -299,9 +287,7 @@ class Planner:
             if recorded.summed:
                 parts["end"] = recorded.now["summing"] + further * left + beside
         parts["end"] = max(parts["end"], parts.pop("summing", 0))
-        if mesh.tp_size > 1:
-            sent.send("tp", "all_gather", _AGREEMENT)
-        return _Run(mesh, parts, sent, recorded)
+        return parts, sent
 
     def _parallel(
         self, mesh: PlannedMesh, layout: ModelLayout, step: Step

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
-from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, NoLogits, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import (
     LOSS_OPTIONS,
     OPTIONS_OF_THE_OP,
@@ -23,13 +22,11 @@ from parallel_ext.nn.loss import (
     share_of_loss,
     with_a_label,
 )
-from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_router_logits
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
-from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,
@@ -217,7 +214,9 @@ def _with_loss(
     logits = fields.pop("logits")
     if call.fused and state.fused_loss is True and not call.handed_over:
         raise ValueError("fused_loss=True, but an adapter on the output head makes logits")
-    compared = _compared_over_dp(model, state)
+    compared = None
+    if _compares_over_dp(model, state):
+        compared = state.replicas_over_dp.now(model)
     loss = call.loss(
         *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),
         compared=compared,
@@ -287,8 +286,9 @@ def _compare_inputs(
         compared["adapters"] = [
             module.for_agreement() for module in model.modules() if hasattr(module, "for_agreement")
         ]
-    if _draws_noise(model, state):  # the tp ranks must draw the same
-        compared["random state"] = _random_state(state.mesh)
+    if _draws_noise(model, state):  # the tp ranks must draw the same; a GPU is not waited for
+        draws = torch.cuda if state.mesh.device.type == "cuda" else torch
+        compared["random state"] = draws.get_rng_state()
     trained = model if model.training and grad else None
     state.agreement.check(f"{type(model).__name__}.forward", compared, mode, trained)
 
@@ -380,20 +380,10 @@ def _draws_noise(model: nn.Module, state: ParallelState) -> bool:
     return model.training and (noise > 0 or state.drops)
 
 
-def _random_state(mesh: Mesh) -> torch.Tensor:
-    """Return the state of the generator that noise is drawn from, without waiting for a GPU."""
-    return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
-
-
 def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
     """Return whether the class's forward adds a load balancing loss."""
     balances = bool(state.routings) and state.spec.mixture.balances
     return balances and wants_router_logits(model, arguments)
-
-
-def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:
-    """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
-    return state.replicas_over_dp.now(model) if _compares_over_dp(model, state) else None
 
 
 def _compares_over_dp(model: nn.Module, state: ParallelState) -> bool:

@@ -143,7 +143,8 @@ def from_pretrained(
             lambda: configurations(directory, vocab_size, bool(trust_remote_code), given),
         )
         if dtype is None:
-            dtype = _dtype_of(config, directory)
+            in_files = (each for each in directory.dtypes.values() if each.is_floating_point)
+            dtype = config.dtype or next(in_files, None)
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation, dtype)
         )
@@ -267,11 +268,6 @@ def _check_same_files(model: transformers.PreTrainedModel, mesh: Mesh, op_name: 
         if layout.is_replicated and layout.numel <= _SMALL
     }
     require_equal(mesh.control, op_name, own, noun="the values in the files of ", advice=_SAME)
-
-
-def _dtype_of(config: transformers.PreTrainedConfig, directory: HFDirectory) -> torch.dtype | None:
-    in_files = (dtype for dtype in directory.dtypes.values() if dtype.is_floating_point)
-    return config.dtype or next(in_files, None)
 
 
 def _check_complete(model: nn.Module) -> None:

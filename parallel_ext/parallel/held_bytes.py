@@ -49,11 +49,6 @@ class _Kind:
             rows = min(at_once, max(0, rows - place * at_once))
         return self.itemsize * rows * math.prod(others)
 
-    def padded_numel(self, rank: int, replicas: int) -> int:
-        """Return the elements of a rank's part, padded to that of the first of its replicas."""
-        rows, *others = self.layout.local_shape(rank)
-        return -(-rows // replicas) * math.prod(others)
-
 
 class Held:
     """How many bytes of a model a rank holds.
@@ -187,52 +182,13 @@ class Held:
             for numel in kind.in_files * number
         ]
 
-    def sent_by_zero(self, rank: int, zero: int, adapted: bool, once: Collection[str]) -> Traffic:
-        """Return what ZeRO sends in a step of a rank.
-
-        Each layer, its experts, and the rest of the model are gathered by one collective, in stage
-        3 once more for backward, and their gradients are scattered by one, in fp32 or wider. An
-        adapter has all of its gradients summed, in one flat tensor.
-
-        Args:
-            rank: of the job.
-            zero: the stage, 2 or 3.
-            adapted: whether only an adapter is trained.
-            once: prefixes of layers that no backward needs.
-        """
+    def sent_by_adapter(self, rank: int) -> Traffic:
+        """Return what sums the gradients of an adapter under ZeRO: one flat tensor of a group."""
         sent = Traffic()
-        again = zero == 3
-        run = [(self._root, 1, 1 + again)]
-        run += [
-            (kinds, self._times(prefix), 1 + (again and prefix not in once))
-            for prefix, kinds in self._of_layer.items()
-            if prefix not in self._skipped
-        ]
-        for parts, times, gathers in run:
-            for expert in (False, True):
-                inner = self._ep if expert else self._tp
-                copies, group = self._world // inner, "edp" if expert else "dp"
-                kinds = [
-                    (kind, count)
-                    for kind, count in parts.items()
-                    if kind.expert is expert
-                    and not kind.adapter
-                    and math.prod(kind.layout.local_shape(rank))
-                ]
-                if copies == 1 or not kinds:
-                    continue
-                numel = [(kind, count * kind.padded_numel(rank, copies)) for kind, count in kinds]
-                nbytes = sum(each * kind.itemsize for kind, each in numel)
-                sent.send(group, "zero_all_gather", nbytes, times * gathers)
-                wide = [each * max(4, kind.itemsize) for kind, each in numel if not kind.idle]
-                if wide and not adapted:
-                    nbytes = sum(wide)
-                    sent.send(group, "zero_reduce_scatter", copies * nbytes, times)
         for group, expert in (("dp", False), ("edp", True)):
-            counts = (self._root + self._layers).items()
             flat = sum(
                 count * math.prod(kind.layout.local_shape(rank)) * max(4, kind.itemsize)
-                for kind, count in counts
+                for kind, count in (self._root + self._layers).items()
                 if kind.adapter and kind.expert is expert
             )
             if flat and self._world > (self._ep if expert else self._tp):

@@ -11,15 +11,20 @@ from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.sharding._torch_private import own_modules
 
 
+def modules_in_process(kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
+    """Return all modules of a kind that this process holds."""
+    gc.collect()  # what nobody holds any more
+    # By the class, since asking an object may run code of its own.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
 def _children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yield each module of this process that another one holds: the holder, its name, and itself.
 
     A module need not know of what holds it.
     """
-    gc.collect()  # what nobody holds any more
-    for each in gc.get_objects():
-        # By the class, since asking an object may run code of its own.
-        if issubclass(type(each), nn.Module) and "_modules" in vars(each):
+    for each in modules_in_process():
+        if "_modules" in vars(each):
             for name, child in own_modules(each).items():
                 if child is not None:
                     yield each, name, child

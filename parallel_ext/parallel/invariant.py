@@ -34,13 +34,12 @@ from parallel_ext.nn.blocks import (
     replicated_linear,
 )
 from parallel_ext.nn.replicated import check_replicated, fix_replicated
-from parallel_ext.nn.routing import Numerics, Routing
+from parallel_ext.nn.routing import Numerics, fixed_softmax
 from parallel_ext.nn.shared_key import SharedKey
 from parallel_ext.ops import Blocks
-from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import ConfigOfRank, Replacer
 from parallel_ext.parallel.validate import dropouts_of
-from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
+from parallel_ext.sharding.blocks import own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
@@ -49,6 +48,7 @@ _ERF_GELU = (transformers.activations.GELUActivation,)
 _SQUARED_RELU = (transformers.activations.ReLUSquaredActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
+_OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, fixed_softmax)
 # Classes of norms of heads: of [..., heads, head_dim], or of [..., heads, tokens, head_dim].
 _HEAD_NORMS = (
     *("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm"),
@@ -223,103 +223,105 @@ def _check_mixture(model: nn.Module, path: str, names: MixtureNames, mesh: Mesh)
         )
 
 
-def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
-    """Replace all modules that the plan's spec names by those of blocks.
+class BlockReplacer(Replacer):
+    """The replacement of plain modules by those of blocks."""
 
-    Returns:
-        The routings of the layers with a mixture of experts.
-    """
-    spec, config = plan.spec, model.config
-    put = Replacer(model, plan.layout, plan.mesh, None)
-    put.embedding(spec.embedding, spec.scaled_embedding is not None)
-    if spec.attention is not None:
+    def replace_all(self) -> None:
+        super().replace_all()
+        if self.spec.regions:
+            _replace_activations(self.model)
+        fix_replicated(self.model)
+
+    def head(self) -> None:
+        super().head()
+        head = self.model.get_submodule(self.spec.head)
+        head.blocks = own_blocks(head.layouts["weight"], self.mesh.tp_rank)
+
+    def attention(self, path: str, names: AttentionNames) -> None:
+        module, tp, config = self.model.get_submodule(path), self.mesh.tp, self.model.config
         numbers = config.num_attention_heads, config.num_key_value_heads
-        heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
-    for path, sublayer in spec.sublayers(plan.layout).items():
-        if sublayer in spec.regions:
-            _replace_region(put, path, sublayer)
-        elif isinstance(sublayer, AttentionNames):
-            _replace_attention(put, path, sublayer, heads)
-        elif isinstance(sublayer, MixtureNames):
-            _replace_mixture(put, path, sublayer)
+        heads = attention_blocks(names, *numbers, self.options.invariant.blocks)
+        of_heads, times = (heads.copies, module.head_dim), heads.repeats
+        if names.is_joined:
+            layers = {names.query: (*of_heads, (1, times, times))}
         else:
-            _replace_mlp(put, path, sublayer)
-    if spec.regions:
-        _replace_activations(model)
-    fix_replicated(model)
-    put.head(spec.head)
-    head = model.get_submodule(spec.head)
-    head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)
-    return put.routings
+            shared = (*of_heads, (times,))
+            layers = {names.query: (), names.key: shared, names.value: shared}
+        self._inputs(path, layers)
+        self._outputs(path, names.inputs, [names.output])
+        module.num_key_value_groups = 1  # each query head gets a key-value head of its own
+        rows, count = module.get_submodule(names.query).blocks[0]
+        if names.is_joined:
+            own_heads = (rows[-1][1] - rows[0][0]) // module.head_dim
+            module.num_key_value_heads = own_heads
+            module.config = ConfigOfRank(module.config, num_attention_heads=own_heads)
+        own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
+        for name in names.full_norms:
+            weight, _, layouts = self.shards(f"{path}.{name}")
+            eps = module.get_submodule(name).variance_epsilon
+            self.put(f"{path}.{name}", BlockNorm(weight, layouts, eps, tp))
+        for name in names.head_norms:
+            norm = module.get_submodule(name)
+            kind = type(norm).__name__
+            eps = norm.eps if kind == _OF_GEMMA else norm.variance_epsilon
+            how = {"transposed": kind in _TRANSPOSED_HEAD_NORMS, "of_gemma": kind == _OF_GEMMA}
+            self.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, **how))
 
+    joined_attention = attention
 
-def _replace_attention(
-    put: Replacer, path: str, names: AttentionNames, heads: AttentionBlocks
-) -> None:
-    module, tp = put.model.get_submodule(path), put.mesh.tp
-    of_heads, times = (heads.copies, module.head_dim), heads.repeats
-    if names.is_joined:
-        layers = {names.query: (*of_heads, (1, times, times))}
-    else:
-        shared = (*of_heads, (times,))
-        layers = {names.query: (), names.key: shared, names.value: shared}
-    _replace_inputs(put, path, layers)
-    _replace_outputs(put, path, names.inputs, [names.output])
-    module.num_key_value_groups = 1  # each query head gets a key-value head of its own
-    rows, count = module.get_submodule(names.query).blocks[0]
-    if names.is_joined:
-        own_heads = (rows[-1][1] - rows[0][0]) // module.head_dim
-        module.num_key_value_heads = own_heads
-        module.config = ConfigOfRank(module.config, num_attention_heads=own_heads)
-    own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
-    for name in names.full_norms:
-        weight, _, layouts = put.shards(f"{path}.{name}")
-        eps = module.get_submodule(name).variance_epsilon
-        put.put(f"{path}.{name}", BlockNorm(weight, layouts, eps, tp))
-    for name in names.head_norms:
-        norm = module.get_submodule(name)
-        kind = type(norm).__name__
-        eps = norm.eps if kind == _OF_GEMMA else norm.variance_epsilon
-        how = {"transposed": kind in _TRANSPOSED_HEAD_NORMS, "of_gemma": kind == _OF_GEMMA}
-        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, **how))
+    def region(self, path: str, names: RegionNames) -> None:
+        if names not in self.spec.regions:  # an MLP
+            _replace_activations(self.model.get_submodule(path))
+            self._inputs(path, {name: () for name in names.inputs})
+            self._outputs(path, names.inputs, names.outputs)
+            return
+        module, tp = self.model.get_submodule(path), self.mesh.tp
+        for name in names.inputs:
+            layer = BlockColumnLinear(*self.shards(f"{path}.{name}"), tp, alone=True)
+            self.put(f"{path}.{name}", layer)
+        if names.heads is not None:  # all its layers have the same blocks of heads
+            num_heads = getattr(module, names.heads)
+            features = layer.out_features // len(layer.blocks) // num_heads  # of a head
+            own, count = layer.blocks[0]
+            heads = Blocks(tuple((a // features, b // features) for a, b in own), count)
+            setattr(module, names.heads, heads.own[-1][1])
+            if names.in_parts:
+                module.shared_key = SharedKey(module.qk_rope_head_dim, heads, tp)
+                latent = _LATENT_ATTENTION
+                module.config = ConfigOfRank(module.config, _attn_implementation=latent)
+        self._outputs(path, names.inputs, names.outputs)
 
+    def mixture(self, path: str, names: MixtureNames) -> None:
+        routing, mesh = self.routing(path, names, _OF_ROUTERS), self.mesh
+        experts = f"{path}.{names.experts}"
+        shards = self.shards(experts, (names.gate_up, names.down))
+        # Where ep groups lie in tp groups, each computes all tokens: no expert has rows elsewhere.
+        tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
+        self.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
+        self.watch(path, names.experts)
+        if names.shared_gate is not None:
+            gate = self.model.get_submodule(f"{path}.{names.shared_gate}")
+            gate.forward = MethodType(_gate_logits, gate)
 
-def _replace_outputs(
-    put: Replacer, path: str, inputs: Iterable[str], outputs: Iterable[str]
-) -> None:
-    """Replace the layers that write hidden states, after those that read them."""
-    for name in outputs:
-        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), put.mesh.tp))
-    put.watch(path, *inputs, *outputs)
+    def _inputs(self, path: str, layers: Mapping[str, tuple]) -> None:
+        """Replace the layers that read one input; ``layers``: what is said about their heads."""
+        for name, of_heads in layers.items():
+            shards = self.shards(f"{path}.{name}")
+            self.put(f"{path}.{name}", BlockColumnLinear(*shards, self.mesh.tp, *of_heads))
+        ComputedTogether([*layers]).attach(self.model.get_submodule(path))
 
-
-def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
-    _replace_activations(put.model.get_submodule(path))
-    _replace_inputs(put, path, {name: () for name in names.inputs})
-    _replace_outputs(put, path, names.inputs, names.outputs)
+    def _outputs(self, path: str, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        """Replace the layers that write hidden states, after those that read them."""
+        for name in outputs:
+            shards = self.shards(f"{path}.{name}")
+            self.put(f"{path}.{name}", BlockRowLinear(*shards, self.mesh.tp))
+        self.watch(path, *inputs, *outputs)
 
 
 def _replace_activations(module: nn.Module) -> None:
     for name, child in list(module.named_modules()):
         if (fixed := _fixed(child)) is not None:
             module.set_submodule(name, fixed)
-
-
-def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
-    module, tp = put.model.get_submodule(path), put.mesh.tp
-    for name in names.inputs:
-        layer = BlockColumnLinear(*put.shards(f"{path}.{name}"), tp, alone=True)
-        put.put(f"{path}.{name}", layer)
-    if names.heads is not None:  # all its layers have the same blocks of heads
-        num_heads = getattr(module, names.heads)
-        features = layer.out_features // len(layer.blocks) // num_heads  # of a head
-        own, count = layer.blocks[0]
-        heads = Blocks(tuple((a // features, b // features) for a, b in own), count)
-        setattr(module, names.heads, heads.own[-1][1])
-        if names.in_parts:
-            module.shared_key = SharedKey(module.qk_rope_head_dim, heads, tp)
-            module.config = ConfigOfRank(module.config, _attn_implementation=_LATENT_ATTENTION)
-    _replace_outputs(put, path, names.inputs, names.outputs)
 
 
 def _latent_attention(
@@ -344,30 +346,6 @@ def _latent_attention(
 transformers.AttentionInterface.register(_LATENT_ATTENTION, _latent_attention)
 
 
-def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
-    routing = put.routing(path, names, _OF_ROUTERS)
-    experts = f"{path}.{names.experts}"
-    shards = put.shards(experts, (names.gate_up, names.down))
-    mesh = put.mesh
-    # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.
-    tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
-    put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
-    put.watch(path, names.experts)
-    if names.shared_gate is not None:
-        gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
-        gate.forward = MethodType(_gate_logits, gate)
-
-
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Compute a softmax over experts with bits that depend on a token's logits alone."""
-    tokens, experts = logits.shape
-    every = torch.arange(experts, device=logits.device).expand(tokens, experts).contiguous()
-    return ops.moe_router(logits, experts, normalized=False, expert_ids=every)[0]
-
-
-_OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, _softmax)
-
-
 def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """Stand for the forward of the gate of a shared expert, whose sigmoid the model takes."""
     if input.device.type == "cpu" and len(input) > _TOKENS_OF_A_GATE:
@@ -377,11 +355,3 @@ def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
             "numbers of threads; choose more leaves"
         )
     return replicated_linear(input, gate.weight, gate.bias)
-
-
-def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple]) -> None:
-    """Replace the layers that read one input; ``layers``: what is said about their heads."""
-    for name, of_heads in layers.items():
-        shards = put.shards(f"{path}.{name}")
-        put.put(f"{path}.{name}", BlockColumnLinear(*shards, put.mesh.tp, *of_heads))
-    ComputedTogether([*layers]).attach(put.model.get_submodule(path))

@@ -13,6 +13,7 @@ from torch import nn
 
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding._torch_private import running_backward
 
 
@@ -22,36 +23,46 @@ class _Unit:
 
     Attributes:
         parameters: of these no other unit has any.
-        replicas: ranks that share them.
+        layer: prefix of the names of the layer that they are in; empty outside of layers.
+        group: the ranks that share them.
+        replicas: how many these are.
         ran: whether a forward has needed them.
         done: whether their backward is complete.
     """
 
     parameters: list[nn.Parameter]
+    layer: str
+    group: str
     replicas: int
     ran: bool = False
     done: bool = False
+
+    def numel(self, parameters: list[nn.Parameter]) -> int:
+        """Return the elements of a rank's part of some, padded to that of the first replica."""
+        return sum(-(-len(p) // self.replicas) * math.prod(p.shape[1:]) for p in parameters)
 
 
 class MetaZero:
     """Scatter the gradients of each layer of a model once they are complete, as FSDP does.
 
+    Each layer, its experts, and the rest of the model are gathered by one collective, in stage 3
+    once more for backward, and their gradients are scattered by one, in fp32 or wider.
+
     Args:
         model: parallel, on meta, and to be trained by ``data_parallel``. Its layers are watched.
         free: gets the bytes of gathered weights that are given back.
+        sent: counts what is sent.
 
     Attributes:
         scattered: ids of the parameters whose gradients were.
         skipped: prefixes of the names of layers that no forward runs.
-        gathered_once: prefixes of those that stage 3 does not gather again for backward.
     """
 
-    def __init__(self, model: nn.Module, free: Callable[[int], None]) -> None:
+    def __init__(self, model: nn.Module, free: Callable[[int], None], sent: Traffic) -> None:
         state = state_of(model)
-        self._free, self._stage = free, state.zero
+        self._free, self._stage, self._sent = free, state.zero, sent
         self.scattered: set[int] = set()
         self.skipped: tuple[str, ...] = ()
-        self.gathered_once: tuple[str, ...] = ()
         self._trains: dict[str, bool] = {}  # layers in the order of forward: whether backward runs
         self._flat: torch.Tensor | None = None
         self._shards: list[torch.Tensor] = []
@@ -68,13 +79,21 @@ class MetaZero:
                 parts = [m for m in layer.modules() if isinstance(m, ExpertParallelExperts)]
                 for part in (*parts, layer):
                     mine = [p for p in part.parameters() if outside.pop(id(p), None) is not None]
-                    replicas = state.mesh.dp_size if part is layer else state.mesh.edp_size
-                    units.append(_Unit(mine, replicas))
+                    mesh = state.mesh
+                    shared = ("dp", mesh.dp_size) if part is layer else ("edp", mesh.edp_size)
+                    units.append(_Unit(mine, prefix, *shared))
                     watch_start(part, partial(self._has_begun, units[-1]))
-        self._root = _Unit(list(outside.values()), state.mesh.dp_size, ran=True)
+        self._root = _Unit(list(outside.values()), "", "dp", state.mesh.dp_size, ran=True)
+        self._gather(self._root)
+
+    def _gather(self, unit: _Unit) -> None:
+        if unit.replicas > 1 and unit.parameters:
+            nbytes = unit.numel(unit.parameters) * unit.parameters[0].itemsize
+            self._sent.send(unit.group, "zero_all_gather", nbytes)
 
     def _has_begun(self, unit: _Unit, hidden: torch.Tensor) -> None:
         unit.ran = True
+        self._gather(unit)
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._complete(unit))
 
@@ -90,13 +109,12 @@ class MetaZero:
                 self._complete(unit)
         self._complete(self._root)
         self.skipped = tuple(name for name in self._layers if name not in self._trains)
-        # FSDP gathers in advance what ran before a layer whose backward runs.
-        order = [*self._trains.items(), ("", True)]
-        self.gathered_once = tuple(
-            name
-            for (name, trains), (_, next_one) in zip(order, order[1:], strict=False)
-            if not (trains or next_one)
-        )
+
+    def _is_gathered_again(self, layer: str) -> bool:
+        """Return whether FSDP gathers a layer for its own backward, or for the next one's."""
+        trains = [*self._trains.values(), True, True]
+        place = [*self._trains, ""].index(layer)
+        return trains[place] or trains[place + 1]
 
     def _complete(self, unit: _Unit) -> None:
         if unit.done or not unit.ran:
@@ -105,16 +123,19 @@ class MetaZero:
         gathered = sum(p.nbytes for p in unit.parameters)
         self._free(gathered)
         if given := [p for p in unit.parameters if p.grad is not None]:
-            self._scatter(given, unit.replicas)
+            self._scatter(given, unit)
         if self._stage == 3:  # the next one is there in its place
             self._free(-gathered)
+            if self._is_gathered_again(unit.layer):
+                self._gather(unit)
 
-    def _scatter(self, given: list[nn.Parameter], replicas: int) -> None:
+    def _scatter(self, given: list[nn.Parameter], unit: _Unit) -> None:
         """Sum gradients over ranks, as their shards."""
-        dtype = given[0].dtype
-        numel = sum(-(-len(p) // replicas) * math.prod(p.shape[1:]) for p in given)
+        dtype, numel = given[0].dtype, unit.numel(given)
         wide = self._reduced_in or dtype
-        self._flat = torch.empty(replicas * numel, dtype=wide, device="meta")
+        self._flat = torch.empty(unit.replicas * numel, dtype=wide, device="meta")
+        if unit.replicas > 1:
+            self._sent.send(unit.group, "zero_reduce_scatter", self._flat.nbytes)
         for parameter in given:
             parameter.grad = None
             self.scattered.add(id(parameter))

@@ -21,7 +21,7 @@ from parallel_ext.io.hf_writer import with_old_rope_names, write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.arguments import arguments_of
-from parallel_ext.parallel.drift import check_replicas
+from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.joining import arrive, call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.named_shards import named_shards, to_shards

@@ -20,9 +20,9 @@ from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
-from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
+from parallel_ext.parallel.invariant import BlockReplacer, check_invariant
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
-from parallel_ext.parallel.replace import enter_and_leave, replace_modules
+from parallel_ext.parallel.replace import Replacer, enter_and_leave
 from parallel_ext.parallel.resize import resize_token_embeddings
 from parallel_ext.parallel.sequence import keep_own_tokens
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict
@@ -154,11 +154,9 @@ def _without_input_hooks(model: transformers.PreTrainedModel) -> Iterator[None]:
 
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
     """Replace the modules of a checked model, and bind its methods; no communication."""
-    if plan.options.invariant is None:
-        partials, routings = replace_modules(model, plan)
-    else:
-        partials, routings = None, replace_in_blocks(model, plan)
-    _attach(model, plan, ParallelState(plan, partials, routings))
+    replacer = (Replacer if plan.options.invariant is None else BlockReplacer)(model, plan)
+    replacer.replace_all()
+    _attach(model, plan, ParallelState(plan, replacer.partials, replacer.routings))
 
 
 def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:

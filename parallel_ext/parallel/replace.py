@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
 from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
 from parallel_ext.nn.grad_sync import PartialGradients
@@ -30,9 +29,9 @@ from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.want_sharded import WantSharded
+from parallel_ext.parallel.watch_forward import WantSharded
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
-from parallel_ext.sharding.layout import ModelLayout, Range, TensorLayout, split
+from parallel_ext.sharding.layout import Range, TensorLayout, split
 from parallel_ext.sharding.slices import take
 
 
@@ -88,32 +87,6 @@ class CopyInput(ComputingHook):
         """
         own = "forward" not in vars(module) and type(module).forward is self._known
         return own and input_hooks(module)[-1] is self
-
-
-def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | None, list[Routing]]:
-    """Replace all modules that the plan's spec names, each old weight freed before the next.
-
-    Returns:
-        What sums the partial gradients, if there are several ranks, and the layers' routings.
-    """
-    spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
-    unsummed = (f"{spec.layers}.",) if plan.sequence_parallel else ()
-    replace = Replacer(model, plan.layout, plan.mesh, partials, unsummed)
-    replace.embedding(spec.embedding, spec.scaled_embedding is not None)
-    for path, sublayer in spec.sublayers(plan.layout).items():
-        if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
-            replace.joined_attention(path, sublayer)
-        elif isinstance(sublayer, AttentionNames):
-            replace.attention(path, sublayer)
-        elif isinstance(sublayer, RegionNames):
-            replace.region(path, sublayer)
-        elif isinstance(sublayer, DeltaNetNames):
-            replace.delta_net(path, sublayer)
-        else:
-            replace.mixture(path, sublayer)
-    if spec.head is not None:
-        replace.head(spec.head)
-    return partials, replace.routings
 
 
 def enter_and_leave(model: nn.Module, plan: Plan) -> None:
@@ -177,20 +150,21 @@ class Replacer:
     """The replacement of plain modules by parallel ones, in one model.
 
     Args:
-        model, layout, mesh, partials: the model, and what is said of it elsewhere.
-        unsummed: beginnings of the paths of row-parallel layers that leave their sum to others.
+        model: that is changed.
+        plan: for it.
+
+    Attributes:
+        partials: sums partial gradients; None where none are kept to a backward's end.
+        routings: of the layers with a mixture of experts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: ModelLayout,
-        mesh: Mesh,
-        partials: PartialGradients | None,
-        unsummed: tuple[str, ...] = (),
-    ) -> None:
-        self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
-        self._unsummed = unsummed
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        keeps = plan.mesh.world_size > 1 and plan.options.invariant is None
+        self.model, self.partials = model, PartialGradients() if keeps else None
+        self.spec, self.layout = plan.spec, plan.layout
+        self.mesh, self.options = plan.mesh, plan.options
+        # Row-parallel layers that leave their sum to others, by the beginnings of their paths.
+        self._unsummed = (f"{plan.spec.layers}.",) if plan.sequence_parallel else ()
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
         self._replicas: Group | None = None
         self.routings: list[Routing] = []
@@ -212,6 +186,23 @@ class Replacer:
             shards.append(old)
         return *shards, layouts
 
+    def replace_all(self) -> None:
+        """Replace all modules that the spec names, each old weight freed before the next."""
+        self.embedding()
+        for path, sublayer in self.spec.sublayers(self.layout).items():
+            if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
+                self.joined_attention(path, sublayer)
+            elif isinstance(sublayer, AttentionNames):
+                self.attention(path, sublayer)
+            elif isinstance(sublayer, RegionNames):
+                self.region(path, sublayer)
+            elif isinstance(sublayer, DeltaNetNames):
+                self.delta_net(path, sublayer)
+            else:
+                self.mixture(path, sublayer)
+        if self.spec.head is not None:
+            self.head()
+
     def _tied(self, path: str) -> bool:
         tied = self.layout.tied
         return f"{path}.weight" in {*tied, *tied.values()}
@@ -223,7 +214,8 @@ class Replacer:
         self.model.set_submodule(path, module)
         watch_replaced(old)
 
-    def embedding(self, path: str, scaled: bool) -> None:
+    def embedding(self) -> None:
+        path, scaled = self.spec.embedding, self.spec.scaled_embedding is not None
         weight, _, layouts = self.shards(path)
         old, tied = self.model.get_submodule(path), self._tied(path)
         scale = old.embed_scale if scaled else None
@@ -238,8 +230,8 @@ class Replacer:
             ),
         )
 
-    def head(self, path: str) -> None:
-        shards, tied = self.shards(path), self._tied(path)
+    def head(self) -> None:
+        shards, tied = self.shards(path := self.spec.head), self._tied(path)
         self.put(path, VocabParallelHead(*shards, self.mesh.tp, self.partials, tied))
 
     def _column(self, path: str, replicas: Group = ops.ALONE) -> None:

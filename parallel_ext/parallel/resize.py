@@ -118,15 +118,14 @@ def resize_token_embeddings(
             carried.reshard(
                 name, lambda old, layout=layout: _resharded(old, layout, None, ranges, mesh)
             )
-    with _in_step(mesh):  # in HuggingFace's order
-        resized = [_resized(model, each, ranges, mean_resizing) for each in sharded]
-        if isinstance(head, nn.Linear):
-            of_head = _resized(model, head, [(0, rows)], mean_resizing)
-    for each, shards in zip(sharded, resized, strict=True):
-        tied = {"weight": embedding.weight} if each is not embedding and each.tied else {}
-        _put(each, {**tied, **shards}, ranges)
+    places: list[tuple[_Rows | nn.Linear, Sequence[Range]]] = [(each, ranges) for each in sharded]
     if isinstance(head, nn.Linear):
-        _put_whole(head, of_head)
+        places.append((head, [(0, rows)]))
+    with _in_step(mesh):  # in HuggingFace's order
+        resized = [_resized(model, *place, mean_resizing) for place in places]
+    for (each, of_ranks), shards in zip(places, resized, strict=True):
+        tied = isinstance(each, VocabParallelHead) and each.tied
+        _put(each, ({"weight": embedding.weight} if tied else {}) | shards, of_ranks)
     if embedding.padding_idx is not None and embedding.padding_idx >= rows:
         embedding.padding_idx = None
     if optimizer is not None:
@@ -363,30 +362,20 @@ def _layouts_in(module: _Rows | nn.Linear) -> Mapping[str, TensorLayout]:
     return module.layouts
 
 
-def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]) -> None:
+def _put(
+    module: _Rows | nn.Linear, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]
+) -> None:
     """Put resized shards into a module, and mark the parameters that it held as stale."""
-    layouts = dict(module.layouts)
-    for name, shard in shards.items():
-        layout = layouts[name]
-        layouts[name] = shard_along(
-            layout.name, (ranges[-1][1], *layout.shape[1:]), 0, tuple(ranges)
-        )
-        _replace(module, name, shard, layout.name)
-    module.set_layouts(layouts)
-
-
-def _put_whole(head: nn.Linear, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put resized tensors into a head that each rank has whole, as :func:`_put` puts shards."""
-    layouts = _layouts_in(head)
-    for name, tensor in tensors.items():
-        _replace(head, name, tensor, layouts[name].name)
-    head.out_features = len(head.weight)
-
-
-def _replace(module: nn.Module, name: str, new: torch.Tensor, logical: str) -> None:
-    """Put a parameter, or one made of a tensor, in the place of another one, which is stale."""
-    old = getattr(module, name)
-    if not isinstance(new, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    setattr(module, name, new)
-    mark_replaced(old, new, logical, _OP_NAME)
+    layouts = dict(_layouts_in(module))
+    for name, new in shards.items():
+        old, layout = getattr(module, name), layouts[name]
+        if not isinstance(new, nn.Parameter):  # as the weight of a tied head is
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        setattr(module, name, new)
+        mark_replaced(old, new, layout.name, _OP_NAME)
+        shape = (ranges[-1][1], *layout.shape[1:])
+        layouts[name] = shard_along(layout.name, shape, 0, tuple(ranges))
+    if isinstance(module, nn.Linear):
+        module.out_features = len(module.weight)
+    else:
+        module.set_layouts(layouts)

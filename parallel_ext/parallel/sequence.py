@@ -163,6 +163,57 @@ class OwnTokens:
             return self.each_row(ops.sum_tokens, partial)
         return ops.reduce_from_region(partial, self.group)
 
+    # --- Hooks of modules ---
+
+    def take_own(self, layer: nn.Module, args: tuple) -> tuple | None:
+        """Before the first decoder layer: take this rank's tokens in training."""
+        hidden = args[0]
+        embedded = once(self, self.has_embedded)
+        if not layer.training or hidden.size(-2) == 1:
+            return None
+        sizes = self.sizes(hidden.size(-2))
+        if embedded:  # other ranks compute the gradients of the other tokens
+            start = sum(sizes[: self.group.rank])
+            return (hidden.narrow(-2, start, sizes[self.group.rank]).clone(), *args[1:])
+        return (ops.take_tokens(hidden, sizes, self.group), *args[1:])
+
+    def begin_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before a decoder layer: say whether its hidden states are of own tokens."""
+        self.begin(args[0], kwargs[POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
+
+    def enter_sublayer(self, sublayer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before an attention or MLP: gather the tokens that its ranks hold."""
+        if args:
+            return (self.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.enter(kwargs["hidden_states"])}
+
+    def want_logits(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before the decoder: say whether it is to return the routers' logits."""
+        self.wants_logits = wants_router_logits(decoder, kwargs)
+
+    def gather_logits(self, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
+        """After a router: gather its logits where the model returns those of all tokens.
+
+        From these every rank computes the whole load balancing loss.
+        """
+        if not self.wants_logits or running_backward() != -1 or not self.divided():
+            return None
+        logits = self.each_row(ops.gather_tokens, output[0], partial_gradient=False)
+        return (logits, *output[1:])
+
+    def gather_all(self, norm: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        """After the final norm: give every rank the hidden states of all tokens.
+
+        Not where the output head takes those of own tokens.
+        """
+        sizes, call = self.now(), current_loss_call()
+        if sizes is None:
+            return output
+        if call is not None and call.takes_own_tokens and not self.is_heard:
+            call.tokens = sizes
+            return output
+        return ops.gather_tokens(output, sizes, self.group, partial_gradient=False)
+
 
 class WatchEnds:
     """Hooks of the decoder: in training its embedding returns the rows of own tokens.
@@ -190,44 +241,6 @@ class WatchEnds:
     def after(self, module: nn.Module, *_: Any) -> None:
         """Ask for all, also after an error."""
         self.own.embeds = False
-
-
-class _OfOwnTokens:
-    """A hook that knows the tokens of each rank."""
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
-
-
-class TakeOwn(_OfOwnTokens):
-    """A forward pre-hook of the first decoder layer: takes this rank's tokens in training."""
-
-    def __call__(self, module: nn.Module, args: tuple) -> tuple | None:
-        hidden, own = args[0], self.own
-        embedded = once(self, own.has_embedded)
-        if not module.training or hidden.size(-2) == 1:
-            return None
-        sizes = own.sizes(hidden.size(-2))
-        if embedded:  # other ranks compute the gradients of the other tokens
-            start = sum(sizes[: own.group.rank])
-            return (hidden.narrow(-2, start, sizes[own.group.rank]).clone(), *args[1:])
-        return (ops.take_tokens(hidden, sizes, own.group), *args[1:])
-
-
-class BeginLayer(_OfOwnTokens):
-    """A forward pre-hook of a decoder layer: says whether its hidden states are of own tokens."""
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.own.begin(args[0], kwargs[POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
-
-
-class EnterSublayer(_OfOwnTokens):
-    """A forward pre-hook of an attention or MLP: gathers the tokens that its ranks hold."""
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (self.own.enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.own.enter(kwargs["hidden_states"])}
 
 
 class JitterOwn:
@@ -263,44 +276,6 @@ class JitterOwn:
             self._noise = None
 
 
-class GatherLogits(_OfOwnTokens):
-    """A forward hook of a router: gathers its logits where the model returns those of all tokens.
-
-    From these every rank computes the whole load balancing loss.
-    """
-
-    def __call__(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        own, recomputed = self.own, running_backward() != -1
-        if not own.wants_logits or recomputed or not own.divided():
-            return None
-        logits = own.each_row(ops.gather_tokens, output[0], partial_gradient=False)
-        return (logits, *output[1:])
-
-
-class WantLogits(_OfOwnTokens):
-    """A forward pre-hook of the decoder: says whether it is to return the routers' logits."""
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.own.wants_logits = wants_router_logits(module, kwargs)
-
-
-class GatherAll(_OfOwnTokens):
-    """A forward hook of the final norm: every rank gets the hidden states of all tokens.
-
-    Not where the output head takes those of own tokens.
-    """
-
-    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        sizes = self.own.now()
-        if sizes is None:
-            return output
-        call = current_loss_call()
-        if call is not None and call.takes_own_tokens and not self.own.is_heard:
-            call.tokens = sizes
-            return output
-        return ops.gather_tokens(output, sizes, self.own.group, partial_gradient=False)
-
-
 def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) -> None:
     """Let each rank keep its own tokens between the sublayers of a model that was checked.
 
@@ -311,9 +286,9 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     """
     spec, own = plan.spec, OwnTokens(plan.mesh.tp)
     layers = model.get_submodule(spec.layers)
-    layers[0].register_forward_pre_hook(TakeOwn(own))
+    layers[0].register_forward_pre_hook(own.take_own)
     for layer in layers:
-        layer.register_forward_pre_hook(BeginLayer(own), with_kwargs=True)
+        layer.register_forward_pre_hook(own.begin_layer, with_kwargs=True)
     norms = norms_of(model, spec)
     in_parts, mixtures = [*norms], []
     for path, sublayer in sublayers_of_layers(model, spec).items():
@@ -323,28 +298,28 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
             in_parts += [f"{path}.{name}" for name in beside_experts(module, sublayer)]
             _give_own_tokens(module, sublayer, own)
         else:
-            module.register_forward_pre_hook(EnterSublayer(own), with_kwargs=True)
+            module.register_forward_pre_hook(own.enter_sublayer, with_kwargs=True)
             module.register_forward_hook(ChangeOutput(own.leave))
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
     decoder = model.get_submodule(spec.decoder)
     if mixtures and spec.mixture.balances:
-        decoder.register_forward_pre_hook(WantLogits(own), with_kwargs=True)
+        decoder.register_forward_pre_hook(own.want_logits, with_kwargs=True)
     ends = (spec.embedding, f"{spec.layers}.0", norms[-1])
     watch = WatchEnds(own, *(path.removeprefix(spec.in_decoder) for path in ends))
     decoder.register_forward_pre_hook(watch.before)
     decoder.register_forward_hook(watch.after, always_call=True)
     if not beside_layers(model, spec):  # else images take the place of some rows
         model.get_submodule(spec.embedding).keeps = own.of_embedding
-    model.get_submodule(norms[-1]).register_forward_hook(GatherAll(own))
+    model.get_submodule(norms[-1]).register_forward_hook(own.gather_all)
 
 
 def _give_own_tokens(mixture: nn.Module, names: MixtureNames, own: OwnTokens) -> None:
     """Let a mixture route this rank's tokens where it is given these alone."""
     experts = mixture.get_submodule(names.experts)
     experts.divided, experts.routing.own = own.divided, own
-    mixture.get_submodule(names.router).register_forward_hook(GatherLogits(own))
+    mixture.get_submodule(names.router).register_forward_hook(own.gather_logits)
     if names.block_jitter is not None:
         jitter = JitterOwn(own, names.block_jitter)
         mixture.register_forward_pre_hook(jitter.before)

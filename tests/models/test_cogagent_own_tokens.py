@@ -152,9 +152,9 @@ def _broken(what: str) -> float:
         model.model.cross_vision._forward_hooks.clear()
     elif what == "the embedding returns own rows":
         (own,) = (
-            hook.own
+            hook.__self__
             for hook in layer._forward_pre_hooks.values()
-            if type(hook).__name__ == "BeginLayer"
+            if getattr(hook, "__name__", "") == "begin_layer"
         )
         model.model.embed_tokens.keeps = own.of_embedding
     return worst(gradient_differences(reference, model, batches_of(BESIDE_TEXT)[0]))[0]

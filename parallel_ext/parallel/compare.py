@@ -1,4 +1,4 @@
-"""A digest of a model's weights that is equal on every layout."""
+"""Compare the bits of a model: of its replicas on their ranks, and of its weights on layouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.nn.replicas import compare
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.blocks import own_blocks
-from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers, to_shards
 from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 
 
@@ -75,3 +76,32 @@ def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str
         return found
     together = "\n".join(f"{name} {value}" for name, value in found.items())
     return hashlib.sha256(together.encode()).hexdigest()
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Raise unless all replicas of a model's tensors have the same bits on their ranks.
+
+    Every rank calls it. Each rank hashes what others hold too: norms, routers and corrections of
+    their scores, factors of adapters, key-value heads that several ranks share, and what dp ranks
+    hold replicated. One exchange of a few bytes follows. ``save_pretrained`` and
+    ``save_checkpoint`` do the same before they write, and each training forward does it with one
+    parameter in turn.
+
+    Args:
+        model: a parallel model, wrapped or not.
+
+    Raises:
+        TypeError: the model was not parallelized.
+        DisagreementError: ranks hold different values; on every rank, with the parameter's name.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> check_replicas(model)  # doctest: +SKIP
+    """
+    mesh, whole = state_of(model).mesh, state_of(model).layout
+    mesh.control.barrier("check_replicas")
+    to_shards(model)
+    shards = {name: (local_part(p), layout) for name, p, layout in named_shards(model)}
+    buffers = dict(persistent_buffers(model))
+    shards |= {name: (buffers[name], whole[name]) for name in buffers if name in whole.buffers}
+    compare(shards, mesh, "check_replicas")
