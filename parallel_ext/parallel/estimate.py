@@ -24,7 +24,7 @@ from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.configuration import parameters_on_meta, type_of_text
 from parallel_ext.parallel.held_bytes import Held
-from parallel_ext.parallel.meta_step import Recorded, Summed, run_step
+from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.planned_mesh import PlannedMesh
@@ -146,6 +146,7 @@ class Planner:
             raise ValueError("a model without layers cannot be planned")
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
         self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
+        self._known: KnownOps = {}
 
     @classmethod
     def of(cls, source: str) -> Planner:
@@ -197,7 +198,10 @@ class Planner:
             models = [self._parallel(each, layout, step) for each in meshes]
         batch = step.rows, step.tokens
         runs = [
-            run_step(model, self._spec.layers, *batch, step.checkpointing, step.autocast)
+            run_step(
+                *(model, self._spec.layers, *batch),
+                *(step.checkpointing, step.autocast, self._known),
+            )
             for model in models
         ]
         held = Held(

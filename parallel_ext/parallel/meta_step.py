@@ -28,12 +28,33 @@ from parallel_ext.sharding._torch_private import (
     TorchDispatchMode,
     input_hooks,
     running_backward,
+    schema_of,
 )
 from parallel_ext.sharding.layout import split
 from parallel_ext.sharding.named_shards import named_shards
 
+
+class KnownOp:
+    """An op, and what it has made of what it was given: shapes, strides and dtypes.
+
+    Attributes:
+        is_own: whether it is an op of this package.
+        makes_new: whether all that it returns is new, and it changes nothing.
+        outputs: by what it was given: whether it returns a sequence, and each tensor of it.
+    """
+
+    def __init__(self, op: Any) -> None:
+        schema = schema_of(op)
+        self.is_own = op.namespace == "parallel_ext"
+        self.makes_new = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
+        self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}
+
+
 _ONE_DEVICE = (torch.ops.aten.index_add.default, torch.ops.aten.masked_fill.Scalar)
 """Ops of backwards that take no index on the CPU for what is on meta; those of forwards do."""
+
+KnownOps = dict[Any, KnownOp]
+"""Ops of steps so far, kept between steps."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +104,11 @@ class _Live(TorchDispatchMode):
         recorded: of the marks.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor], known: KnownOps) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.traffic, self.recorded = Traffic(), Recorded()
+        self._ops = known
         self._alive: dict[weakref.ref[torch.UntypedStorage], int] = {}
         for tensor in existing:
             self._alive[weakref.ref(tensor.untyped_storage(), self._free)] = 0
@@ -101,8 +123,10 @@ class _Live(TorchDispatchMode):
             )
         elif func is torch.ops.aten.masked_scatter_backward.default:  # meta knows no number of rows
             func, args = torch.ops.aten.new_empty.default, (args[0], args[2])
-        output = func(*args, **kwargs)
-        if func.namespace == "parallel_ext":
+        if (op := self._ops.get(func)) is None:
+            op = self._ops[func] = KnownOp(func)
+        output = _made(op, func, args, kwargs)
+        if op.is_own:
             self.traffic.add_op(func, args, kwargs, output)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor):
@@ -132,6 +156,41 @@ class _Live(TorchDispatchMode):
     def note(self, name: str) -> None:
         """Record what is alive, and what was sent, without the end of a part."""
         self.recorded.now[name], self.recorded.sent[name] = self.now, self.traffic.copy()
+
+
+def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the output of an op on the meta device, from a cache if it had such inputs before."""
+    if not op.makes_new:
+        return func(*args, **kwargs)
+    key = (_key(args), _key(tuple(kwargs.items()))) if kwargs else _key(args)
+    try:
+        found = op.outputs.get(key)
+    except TypeError:  # something in it has no hash
+        return func(*args, **kwargs)
+    if found is None:
+        output = func(*args, **kwargs)
+        several = isinstance(output, (tuple, list))
+        each = list(output) if several else [output]
+        if all(t is None or (type(t) is torch.Tensor and t.is_meta) for t in each):
+            op.outputs[key] = (
+                several,
+                [t if t is None else (t.shape, t.stride(), t.dtype) for t in each],
+            )
+        return output
+    several, described = found
+    made = [
+        None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
+        for one in described
+    ]
+    return tuple(made) if several else made[0]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device.type)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return value
 
 
 class _Attention(torch.autograd.Function):
@@ -165,6 +224,7 @@ def run_step(
     tokens: int,
     checkpointing: bool,
     autocast: torch.dtype | None,
+    known: KnownOps,
 ) -> Recorded:
     """Run forward and backward of a parallel model on meta, as the rank of its mesh.
 
@@ -174,6 +234,7 @@ def run_step(
         rows, tokens: of the batch.
         checkpointing: whether layers are recomputed in backward.
         autocast: the dtype in which the forward computes under ``torch.autocast``; None without.
+        known: of other steps; added to.
 
     Returns:
         The marks, in their order: ``start`` in front of the first layer, behind an image tower,
@@ -196,7 +257,7 @@ def run_step(
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
     images = state_of(model).spec.images
     further = getattr(model, images)(rows, tokens) if images else {}
-    live = _Live((*model.parameters(), *model.buffers(), ids, *further.values()))
+    live = _Live((*model.parameters(), *model.buffers(), ids, *further.values()), known)
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
     zero = None if state_of(model).zero is None else MetaZero(model, live.give_back, live.traffic)
