@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,6 +162,11 @@ KINDS = {
 }
 
 KINDS = {kind: KINDS[kind] for kind in KINDS if kind in transformers.CONFIG_MAPPING}  # not in 5.15
+# Classes of Llama, DeepSeek, OLMoE or Qwen by other names: one test of each in every run.
+_ALIKE = (
+    *("internlm3", "iquestcoder", "cwm", "jais2", "youtu"),
+    *("flex_olmo", "mellum", "solar_open"),
+)
 _EAGER = ("gemma2", "gpt_oss", "granite_swa", "vaultgemma")  # which the classes ask for
 
 
@@ -371,7 +376,12 @@ def _loaded(source: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def _unlike(kinds: Iterable[str]) -> list[Any]:
+    """Cases of a test, of which those of classes like others are slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind in _ALIKE)) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", _unlike(KINDS))
 def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
     kind: str, tmp_path: Path
 ) -> None:
@@ -388,7 +398,7 @@ def _parity(*args: Any) -> dict[str, float]:
 _NORMS_WITHOUT_WEIGHTS = {"olmo", "nanochat"}
 
 
-@pytest.mark.parametrize("kind", sorted({*KINDS} - _NORMS_WITHOUT_WEIGHTS))
+@pytest.mark.parametrize("kind", _unlike(sorted({*KINDS} - _NORMS_WITHOUT_WEIGHTS)))
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
     attention = SPECS[kind].attention
