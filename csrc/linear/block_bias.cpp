@@ -11,6 +11,7 @@
 #include "base/tree.h"
 #include "check.h"
 #include "comm/tree_reduce.h"
+#include "gradient.h"
 #include "linear/block_linear.h"
 #include "linear/linear.h"
 #include "linear/ops.h"

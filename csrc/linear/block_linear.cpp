@@ -16,6 +16,7 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/tree_reduce.h"
+#include "gradient.h"
 #include "linear/linear.h"
 #include "linear/ops.h"
 

@@ -19,6 +19,7 @@
 #include "base/kernel_choice.h"
 #include "base/philox_aten.h"
 #include "check.h"
+#include "gradient.h"
 #include "linear/dropout_cuda.h"
 #include "linear/linear.h"
 #include "linear/ops.h"

@@ -14,6 +14,7 @@
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "gradient.h"
 #include "linear/ops.h"
 
 namespace parallel_ext {

@@ -13,6 +13,7 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "linear/ops.h"
 
 namespace parallel_ext {

@@ -10,6 +10,7 @@
 #include "base/empty.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "linear/dropout.h"
 #include "linear/linear.h"
 #include "linear/ops.h"

@@ -10,6 +10,7 @@
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "linear/ops.h"
 
 namespace parallel_ext {

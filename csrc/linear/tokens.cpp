@@ -16,6 +16,7 @@
 #include "base/sum_rows.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "linear/ops.h"
 
 namespace parallel_ext {

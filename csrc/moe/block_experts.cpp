@@ -6,6 +6,7 @@
 #include "base/fixed_product.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "gradient.h"
 #include "moe/linear.h"
 #include "moe/ops.h"
 

@@ -4,6 +4,7 @@
 
 #include "base/empty.h"
 #include "check.h"
+#include "gradient.h"
 #include "moe/exchange.h"
 #include "moe/ops.h"
 

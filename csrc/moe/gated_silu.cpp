@@ -13,6 +13,7 @@
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "gradient.h"
 #include "moe/ops.h"
 #include "moe/rows_cuda.h"
 

@@ -12,6 +12,7 @@
 #include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "gradient.h"
 #include "moe/grouped.h"
 #include "moe/ops.h"
 

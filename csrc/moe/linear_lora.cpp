@@ -6,6 +6,7 @@
 #include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "gradient.h"
 #include "linear/linear.h"
 #include "moe/linear.h"
 #include "moe/ops.h"

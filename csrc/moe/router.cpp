@@ -14,6 +14,7 @@
 
 #include "base/kernel_choice.h"
 #include "check.h"
+#include "gradient.h"
 #include "moe/expert_ids.h"
 #include "moe/ops.h"
 #include "moe/router_cuda.h"

@@ -9,6 +9,7 @@
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "moe/ops.h"
 
 namespace parallel_ext {

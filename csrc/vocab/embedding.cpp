@@ -16,6 +16,7 @@
 #include "base/layout.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "vocab/embedding_cuda.h"
 #include "vocab/ops.h"
 

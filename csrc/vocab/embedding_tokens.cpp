@@ -10,6 +10,7 @@
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "gradient.h"
 #include "linear/ops.h"
 #include "vocab/embedding.h"
 #include "vocab/ops.h"

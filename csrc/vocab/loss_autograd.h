@@ -4,7 +4,7 @@
 #include "base/empty.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "op.h"
+#include "gradient.h"
 #include "vocab/loss.h"
 
 namespace parallel_ext {
