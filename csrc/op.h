@@ -1,6 +1,6 @@
 // The templates that spare an op its frame: the call through the dispatcher, the registration and
-// the autocast kernels all follow from the op's signature in <room>/ops.h, as in gradient.h does
-// its autograd node.
+// the autocast kernels all follow from the op's signature in <room>/ops.h; in gradient.h its
+// autograd node does.
 #pragma once
 
 #include <ATen/autocast_mode.h>
