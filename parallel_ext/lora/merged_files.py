@@ -73,6 +73,7 @@ class _Adapter:
             raise CheckpointError(str(error)) from error
         self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
         self.of_text: ModelSpec | None = None
+        self._renamed: dict[str, str] = {}  # names in files -> others in the model
         self.factors: dict[str, dict[str, str]] = {}
         self.experts: dict[str, tuple[Part, int, dict[str, str]]] = {}
         self.changed = ChainMap[str, Any](self.factors, self.experts)  # by name, what gets a sum
@@ -99,14 +100,19 @@ class _Adapter:
 
     def named(self, in_files: str) -> str:
         """Return the name that a tensor has in the model that was adapted."""
-        return in_files if self.of_text is None else self.of_text.from_image_files(in_files)
+        name = in_files if self.of_text is None else self.of_text.from_image_files(in_files)
+        return self._renamed.get(name, name)
 
-    def find_experts(self, layout: ModelLayout) -> None:
-        """Find the tensors in files of the experts that factors belong to.
+    def find_in_files(self, layout: ModelLayout) -> None:
+        """Find the tensors in files that have other names in the model, and those of experts.
 
         PEFT names the adapters on the tensors of experts by their module alone, one of them as if
         it were on a module inside. The sizes tell them apart.
         """
+        for name in layout:
+            parts = layout.parts_of(name)
+            if len(parts) == 1 and not parts[0].index:
+                self._renamed[parts[0].name] = name
         for target, factors in list(self.factors.items()):
             module = target.removesuffix(".weight").removesuffix(".base_layer")
             shapes = {kind: self.file.tensors[name].shape for kind, name in factors.items()}
@@ -212,13 +218,15 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     if "quantization_config" in model.config:
         raise CheckpointError(f"{model.path} is quantized; merge into the model that it was before")
     own.find_text_model(model)
-    config, shapes = model.config, {own.named(name): each for name, each in model.shapes.items()}
-    dtypes = {own.named(name): each for name, each in model.dtypes.items()}
+    config = model.config
     if own.of_text is not None:
         config = config["text_config"] | config
-    if own.factors.keys() - shapes.keys() and (own.of_text or config.get("model_type") in SPECS):
+    served = own.of_text or config.get("model_type") in SPECS
+    if served and {*own.factors, *own.whole} - {own.named(name) for name in model.shapes}:
         plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
-        own.find_experts(layout_of(plain, spec_for(plain), tp_size=1))
+        own.find_in_files(layout_of(plain, spec_for(plain), tp_size=1))
+    shapes = {own.named(name): each for name, each in model.shapes.items()}
+    dtypes = {own.named(name): each for name, each in model.dtypes.items()}
     missing = sorted({*own.changed, *own.whole} - shapes.keys())
     if missing:
         raise CheckpointError(

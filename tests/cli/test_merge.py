@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,26 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
+@dataclass(frozen=True)
+class HyV3:
+    """A tiny Hunyuan 3, whose shared experts have another name in files."""
+
+    dtype: torch.dtype = torch.float32
+
+    def model(self) -> transformers.PreTrainedModel:
+        sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3}
+        sizes |= {"num_key_value_heads": 3, "head_dim": 8, "vocab_size": 101}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = transformers.HYV3Config(
+            **sizes, **experts, num_hidden_layers=2, mlp_layer_types=["dense", "sparse"]
+        )
+        torch.manual_seed(1)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
 ON_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MIXTRAL = TinyMixtral(dtype=torch.float32)
-CASES: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
+CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3, dict[str, Any]]] = {
     "linears": (TINY, {}),
     "bf16": (Tiny(dtype=torch.bfloat16), {}),
     "patterns, rslora": (
@@ -58,6 +76,13 @@ CASES: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
     "experts of Qwen3": (TinyQwen3Moe(dtype=torch.float32), ON_EXPERTS),
     "one tensor of experts": (MIXTRAL, {"target_parameters": ["experts.down_proj"]}),
     "experts in bf16": (TinyMixtral(dtype=torch.bfloat16), {"use_rslora": True, **ON_EXPERTS}),
+    "another name in files": (
+        HyV3(),
+        {
+            "target_modules": ["shared_experts.down_proj", "o_proj"],
+            "alpha_pattern": {"shared_experts.down_proj": 3},
+        },
+    ),
     "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
 }
 
