@@ -6,7 +6,7 @@ Qwen3-VL has the mixture of Qwen3.5 in the layers of Qwen3.
 from dataclasses import replace
 
 from parallel_ext.models.llama import QWEN3
-from parallel_ext.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from parallel_ext.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, of_classes, route_with_sum_1
 from parallel_ext.models.sublayers import DeltaNetNames
 
 QWEN3_5_TEXT = replace(
@@ -29,17 +29,14 @@ QWEN3_5_TEXT = replace(
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
-    mixture=replace(
-        QWEN2_MOE.mixture, router_class="Qwen3_5MoeTopKRouter", experts_class="Qwen3_5MoeExperts"
-    ),
+    mixture=replace(of_classes(QWEN2_MOE.mixture, "Qwen3_5Moe"), route=route_with_sum_1),
 )
 QWEN3_VL_MOE_TEXT = replace(
     QWEN3_MOE,
     model_type="qwen3_vl_moe_text",
     mixture=replace(
-        QWEN3_MOE.mixture,
-        router_class="Qwen3VLMoeTextTopKRouter",
-        experts_class="Qwen3VLMoeTextExperts",
+        of_classes(QWEN3_MOE.mixture, "Qwen3VLMoeText"),
+        route=route_with_sum_1,
         gate_up_in_files=None,
         down_in_files=None,
         transposed_in_files=True,
@@ -50,8 +47,6 @@ QWEN3_NEXT = replace(
     model_type="qwen3_next",
     in_image_files=None,
     delta_net=replace(QWEN3_5_TEXT.delta_net, joined=None, inputs=("in_proj_qkvz", "in_proj_ba")),
-    mixture=replace(
-        QWEN2_MOE.mixture, router_class="Qwen3NextTopKRouter", experts_class="Qwen3NextExperts"
-    ),
+    mixture=of_classes(QWEN2_MOE.mixture, "Qwen3Next"),
 )
 NEWEST_QWEN = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_VL_MOE_TEXT)

@@ -15,17 +15,36 @@ from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 
+def _weighed(
+    router: nn.Module,
+    hidden_states: torch.Tensor,
+    choose: Choose,
+    product: Product,
+    normalized: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose by a softmax; a token's weights have the dtype of its logits."""
+    logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, normalized)
+    return logits, weights.to(logits.dtype), expert_ids
+
+
 def _route(
     router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits.
+    """Do what ``Qwen3MoeTopKRouter`` does, which says whether the weights have the sum 1."""
+    return _weighed(router, hidden_states, choose, product, router.norm_topk_prob)
 
-    Where a router does not say whether they have the sum 1, as that of Qwen3.5, they have.
-    """
-    logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    normalized = getattr(router, "norm_topk_prob", True)
-    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, normalized)
-    return logits, weights.to(logits.dtype), expert_ids
+
+def route_with_sum_1(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``Qwen3_5MoeTopKRouter`` does; a token's weights have the sum 1."""
+    return _weighed(router, hidden_states, choose, product, True)
+
+
+def of_classes(mixture: MixtureNames, prefix: str) -> MixtureNames:
+    """Return a mixture whose router and experts have classes with names that begin so."""
+    return replace(mixture, router_class=f"{prefix}TopKRouter", experts_class=f"{prefix}Experts")
 
 
 QWEN3_MOE = replace(
@@ -50,33 +69,21 @@ OLMOE = replace(
     QWEN3_MOE,
     model_type="olmoe",
     attention=replace(OLMO2.attention, norm_class="OlmoeRMSNorm"),
-    mixture=replace(
-        QWEN3_MOE.mixture, router_class="OlmoeTopKRouter", experts_class="OlmoeExperts"
-    ),
+    mixture=of_classes(QWEN3_MOE.mixture, "Olmoe"),
 )
 FLEX_OLMO = replace(
     OLMOE,
     model_type="flex_olmo",
     attention=replace(OLMO2.attention, norm_class="FlexOlmoRMSNorm"),
-    mixture=replace(
-        QWEN3_MOE.mixture, router_class="FlexOlmoTopKRouter", experts_class="FlexOlmoExperts"
-    ),
+    mixture=of_classes(QWEN3_MOE.mixture, "FlexOlmo"),
 )
-MELLUM = replace(
-    QWEN3_MOE,
-    model_type="mellum",
-    mixture=replace(
-        QWEN3_MOE.mixture, router_class="MellumTopKRouter", experts_class="MellumExperts"
-    ),
-)
+MELLUM = replace(QWEN3_MOE, model_type="mellum", mixture=of_classes(QWEN3_MOE.mixture, "Mellum"))
 QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
     attention=ATTENTION,
     mixture=replace(
-        QWEN3_MOE.mixture,
-        router_class="Qwen2MoeTopKRouter",
-        experts_class="Qwen2MoeExperts",
+        of_classes(QWEN3_MOE.mixture, "Qwen2Moe"),
         shared=replace(MLP, name="shared_expert"),
         shared_gate="shared_expert_gate",
     ),
