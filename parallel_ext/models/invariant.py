@@ -12,6 +12,7 @@ from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.spec import ModelSizes, ModelSpec, with_replicated
 from parallel_ext.models.sublayers import (
     AttentionNames,
+    HeadSizes,
     Layouts,
     MixtureNames,
     RegionNames,
@@ -45,6 +46,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
     ``names`` are those of the model's parameters.
     """
     attention, mlp = spec.attention, spec.mlp
+    chooses = any(isinstance(each, MixtureNames) for each in spec.sublayers(names).values())
     low_ranks = any(each.in_parts for each in spec.regions)
     missing = {
         "no output head": spec.head is None,
@@ -58,8 +60,9 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
         "sinks or gates of heads": attention is not None
         and bool(attention.of_heads or attention.gated),
         "experts chosen by a softmax of the chosen alone": (
-            spec.mixture is not None and not spec.mixture.fixed_bits
+            chooses and not spec.mixture.fixed_bits
         ),
+        "a further embedding": len(spec.embeddings(names)) > 1,
         "norms over all heads that round before their weight": attention is not None
         and attention.norm_rounds_first,
         "a bias of the output head": f"{spec.head}.bias" in names,
@@ -70,12 +73,10 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
         )
 
 
-def attention_blocks(
-    names: AttentionNames, num_heads: int, num_key_value_heads: int, blocks: int
-) -> AttentionBlocks:
+def attention_blocks(names: AttentionNames, sizes: HeadSizes, blocks: int) -> AttentionBlocks:
     """Return the blocks of an attention; those of joined projections are whole groups of heads."""
-    most = num_key_value_heads if names.is_joined else blocks
-    return AttentionBlocks.of(num_heads, num_key_value_heads, min(blocks, most))
+    most = sizes.key_value if names.is_joined else blocks
+    return AttentionBlocks.of(sizes.query, sizes.key_value, min(blocks, most))
 
 
 def _is_plain(mlp: RegionNames) -> bool:
@@ -121,19 +122,18 @@ def plan_in_blocks(
     for path in spec.ends:
         if f"{path}.weight" in shapes:
             shard(f"{path}.weight", 0, vocabulary)
-    if spec.attention is not None:
-        heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
-        query = scaled(heads.query, sizes.head_dim)
-        key_value = scaled(heads.key_value, sizes.head_dim)
     for path, sublayer in spec.sublayers(shapes).items():
         if isinstance(sublayer, AttentionNames):
-            sublayer.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
+            of_all = sizes.attentions[path]
+            heads = attention_blocks(sublayer, of_all, blocks)
+            query, key_value = scaled(heads.query, of_all.dim), scaled(heads.key_value, of_all.dim)
+            sublayer.layouts(path, shapes, heads.heads(tp_size), of_all.dim)  # raises
             if sublayer.is_joined:
                 shard_rows(f"{path}.{sublayer.query}", query, (heads.repeats, 1, 1))
             else:
                 shard_rows(f"{path}.{sublayer.query}", query)
-                shard_rows(f"{path}.{sublayer.key}", key_value)
-                shard_rows(f"{path}.{sublayer.value}", key_value)
+                for name in sublayer.keys_and_values:
+                    shard_rows(f"{path}.{name}", key_value)
             shard(f"{path}.{sublayer.output}.weight", 1, query)
             for norm, ranges in ((sublayer.query_norm, query), (sublayer.key_norm, key_value)):
                 if norm is not None:

@@ -11,6 +11,7 @@ from typing import get_origin, get_type_hints
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
+    HeadSizes,
     Layouts,
     MixtureNames,
     RegionNames,
@@ -60,6 +61,8 @@ class ModelSpec:
         scaled_embedding: class of an embedding that multiplies the rows that it looks up by its
             buffer ``embed_scale``, whose value is ``scalar_embed_scale`` as well; None where the
             embedding is a plain ``nn.Embedding``.
+        layer_embedding: path of an embedding of the same class for what the layers read beside
+            hidden states, sharded by its rows. A model may lack it, by its configuration.
         in_image_files: path of the decoder in files of a model with images, of which transformers'
             causal class loads the text model alone; None where it loads none.
     """
@@ -83,6 +86,7 @@ class ModelSpec:
     logits_divisor: str | None = None
     logits_softcap: str | None = None
     scaled_embedding: str | None = None
+    layer_embedding: str | None = None
     in_image_files: str | None = None
 
     def check(self) -> None:
@@ -149,6 +153,8 @@ class ModelSpec:
         return replace(
             self.without_head(),
             embedding=self.embedding.removeprefix(self.in_decoder),
+            layer_embedding=self.layer_embedding
+            and self.layer_embedding.removeprefix(self.in_decoder),
             layers=self.layers.removeprefix(self.in_decoder),
         )
 
@@ -164,13 +170,14 @@ class ModelSpec:
                 found[path] = self.attention.in_model(path, names)
             sublayer = self.mlp
             if self.mixture is not None:
-                experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}"
+                experts = f"{_in(layer, self.mixture.name)}.{self.mixture.experts}"
                 if self.mlp is None or f"{experts}.{self.mixture.down}" in names:
                     sublayer = self.mixture
             if sublayer is not None:
-                found[f"{layer}.{sublayer.name}"] = sublayer
+                path = _in(layer, sublayer.name)
+                found[path] = sublayer
             if isinstance(sublayer, MixtureNames) and (shared := sublayer.shared) is not None:
-                path = f"{layer}.{sublayer.name}.{shared.name}"
+                path = f"{path}.{shared.name}"
                 if any(name.startswith(f"{path}.") for name in names):
                     found[path] = shared
         for region in self.regions:
@@ -186,7 +193,17 @@ class ModelSpec:
             for root, sublayer in self.sublayers(names).items()
             for path in (root, *(f"{root}.{name}" for name in sublayer.modules()))
         )
-        return (*self.ends, *self.shared, *in_sublayers)
+        return (*self.embeddings(names), *self.ends[1:], *self.shared, *in_sublayers)
+
+    def embeddings(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the paths of the embeddings by ids in a model with such parameters."""
+        has_further = f"{self.layer_embedding}.weight" in names
+        return (self.embedding, self.layer_embedding) if has_further else (self.embedding,)
+
+
+def _in(layer: str, name: str) -> str:
+    """Return the path of a sublayer, which may have no name of its own."""
+    return f"{layer}.{name}" if name else layer
 
 
 def _numbered(path: str, names: Collection[str]) -> list[str]:
@@ -209,14 +226,12 @@ class ModelSizes:
 
     Attributes:
         vocab_size: rows of embedding and head.
-        num_heads, num_key_value_heads, head_dim: of :class:`AttentionNames`, by the configuration.
+        attentions: path of an attention -> its heads.
         heads_of: path of a region that has heads -> their number.
     """
 
     vocab_size: int
-    num_heads: int = 1
-    num_key_value_heads: int = 1
-    head_dim: int = 1
+    attentions: Mapping[str, HeadSizes] = field(default_factory=dict)
     heads_of: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -253,10 +268,13 @@ def plan(
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
                 found[name] = shard_along(name, shapes[name], 0, rows)
+    for name in (f"{path}.weight" for path in spec.embeddings(shapes)[1:]):
+        found[name] = shard_along(name, shapes[name], 0, split(shapes[name][0], tp_size))
     for path, sublayer in spec.sublayers(shapes).items():
         if isinstance(sublayer, AttentionNames):
-            heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
-            found |= sublayer.layouts(path, shapes, heads, sizes.head_dim)
+            of_all = sizes.attentions[path]
+            heads = split_heads(of_all.query, of_all.key_value, tp_size)
+            found |= sublayer.layouts(path, shapes, heads, of_all.dim)
         elif isinstance(sublayer, RegionNames):
             found |= sublayer.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
         elif isinstance(sublayer, DeltaNetNames):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from parallel_ext.nn.routing import Route
 from parallel_ext.sharding.layout import (
     AttentionHeads,
@@ -27,13 +29,34 @@ Layouts = dict[str, TensorLayout]
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """The heads of one attention.
+
+    Attributes:
+        query, key_value: how many there are.
+        dim: features of each.
+    """
+
+    query: int
+    key_value: int
+    dim: int
+
+    @classmethod
+    def of(cls, attention: nn.Module, num_heads: int) -> HeadSizes:
+        """Return the heads of a plain attention, of which ``num_heads`` are query heads."""
+        return cls(num_heads, num_heads // attention.num_key_value_groups, attention.head_dim)
+
+
+@dataclass(frozen=True)
 class AttentionNames:
     """The names of an attention: its projections, each a module of its own or all three joined.
 
     Attributes:
         name: in the layer; its input is copied to the ranks, its heads are sharded.
         query, key, value: names in the attention; sharded by output features, whole heads. Three
-            times one name where one linear joins them, in this order.
+            times one name where one linear joins them, in this order. In a model, ``value`` is
+            ``key`` in an attention whose keys are its values, and both are None in one that reads
+            those of a layer before it.
         output: name in the attention; sharded by input features.
         head_norms: names in the attention of the norms of single heads. All heads share the weights
             of one, which are replicated; each rank normalises its own heads. A model may lack all
@@ -49,8 +72,8 @@ class AttentionNames:
 
     name: str
     query: str
-    key: str
-    value: str
+    key: str | None
+    value: str | None
     output: str
     head_norms: tuple[str, ...] = ()
     query_norm: str | None = None
@@ -67,8 +90,13 @@ class AttentionNames:
 
     def in_model(self, path: str, names: Collection[str]) -> AttentionNames:
         """Return the names of the attention at ``path`` in a model with such parameters."""
-        has_norms = any(f"{path}.{norm}.weight" in names for norm in self.head_norms)
-        return self if has_norms else replace(self, head_norms=())
+
+        def has(name: str | None) -> bool:
+            return f"{path}.{name}.weight" in names
+
+        key = self.key if has(self.key) else None
+        value = self.value if has(self.value) else key
+        return replace(self, key=key, value=value, head_norms=tuple(filter(has, self.head_norms)))
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
@@ -77,7 +105,12 @@ class AttentionNames:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the projections that read the input of the attention."""
-        return tuple(dict.fromkeys((self.query, self.key, self.value)))
+        return tuple(dict.fromkeys((self.query, *self.keys_and_values)))
+
+    @property
+    def keys_and_values(self) -> tuple[str, ...]:
+        """Return the names of the projections that make keys and values."""
+        return tuple(dict.fromkeys(filter(None, (self.key, self.value))))
 
     @property
     def full_norms(self) -> tuple[str, ...]:
@@ -135,11 +168,11 @@ class AttentionNames:
                 **_bias_beside(joined, shapes),
                 **_shard_columns(f"{path}.{self.output}", shapes, query),
             }
+        for name in self.keys_and_values:
+            norms |= shard_rows(f"{path}.{name}", shapes, key_value)
         return {
             **norms,
             **shard_rows(f"{path}.{self.query}", shapes, scaled(query, self.rows_per_head)),
-            **shard_rows(f"{path}.{self.key}", shapes, key_value),
-            **shard_rows(f"{path}.{self.value}", shapes, key_value),
             **_shard_columns(f"{path}.{self.output}", shapes, query),
         }
 
@@ -288,7 +321,7 @@ class MixtureNames:
     """The names of a mixture of experts in a decoder layer, in memory and in files.
 
     Attributes:
-        name: of the sublayer in the layer.
+        name: of the sublayer in the layer; empty where its modules are the layer's own.
         router, router_class: in the sublayer; replicated.
         route: what the class computes: logits, weights and expert ids.
         experts, experts_class: in the sublayer; its two parameters are sharded over the ep ranks.
@@ -296,7 +329,7 @@ class MixtureNames:
         biases: parameters of the experts, [E, 2 I] and [E, H], the biases of these two, which then
             lie transposed, as GPT-OSS' do. Empty where there are none.
         num_experts: attribute of the configuration.
-        in_files: name of the sublayer in files.
+        in_files: ``name`` in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``. None where files have the
             parameters as they are.
@@ -374,9 +407,10 @@ class MixtureNames:
     def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
         """Map each parameter of the sublayer at ``path`` to the tensors of files that it joins."""
         files = f"{path.removesuffix(self.name)}{self.in_files}"
-        router = f"{self.router}.weight"
+        weight = f"{self.router}.weight"  # which a router may have in a module of its own
+        router = {weight: weight} if f"{path}.{weight}" in shapes else {}
         found = {}
-        for name, in_files in {router: router, **self.others_in_files}.items():
+        for name, in_files in {**router, **self.others_in_files}.items():
             source = f"{path}.{name}"
             box = tuple((0, size) for size in shapes[source])
             found[source] = (Part(f"{files}.{in_files}", source, box, index=False),)

@@ -47,8 +47,8 @@ _REFUSED = {
     "gradient_checkpointing": (
         "it belongs to training; remove it, and call model.gradient_checkpointing_enable()"
     ),
-    "per_layer_config": "layers of different configurations are not served",
 }
+_OF_A_LAYER = ("head_dim", "num_key_value_heads")
 
 
 def served() -> list[str]:
@@ -246,6 +246,12 @@ def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
                 yield from _fields(value, f"{prefix}{name}.")
 
 
+def _is_of_heads(per_layer_config: Any) -> bool:
+    """Return whether layers differ in nothing but their heads, as Gemma 4's."""
+    layers = per_layer_config.values() if isinstance(per_layer_config, dict) else [None]
+    return all(isinstance(own, dict) and {*own} <= {*_OF_A_LAYER} for own in layers)
+
+
 def _without(content: Any, names: Collection[str]) -> Any:
     """Return a copy of a JSON value without the fields of some names."""
     if not isinstance(content, dict):
@@ -259,6 +265,10 @@ def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
         number = value if type(value) is int else None
         if name in _REFUSED and value not in (None, False):
             yield f"{where} is {shown(value)}: {_REFUSED[name]}"
+        elif name == "per_layer_config" and value and not _is_of_heads(value):
+            yield (
+                f"{where} is {shown(value)}: layers may differ in {' and '.join(_OF_A_LAYER)} alone"
+            )
         elif name in _IMPLEMENTATIONS and "/" in str(value):
             yield (
                 f"{where} is {shown(value)}, code of a repository, which a file cannot choose; "

@@ -342,6 +342,7 @@ def _refuse_what_fails(
         )
     if state.mesh.tp_size > 1:
         refuse_masks_of_heads(arguments.get("attention_mask"))
+        _refuse_lookup_by_rows(state, arguments)
     if (
         state.sequence_parallel
         and model.training
@@ -350,6 +351,16 @@ def _refuse_what_fails(
         raise NotImplementedError(
             "output_hidden_states in training with sequence_parallel is not supported: a rank has "
             "only its own tokens between the layers; call model.eval(), or leave that option out"
+        )
+
+
+def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -> None:
+    """Raise where a class would find ids by comparing rows with the embedding's, as Gemma 4's."""
+    given = arguments.get("inputs_embeds"), arguments.get("per_layer_inputs")
+    if len(state.spec.embeddings(state.layout)) > 1 and given[0] is not None and given[1] is None:
+        raise NotImplementedError(
+            "inputs_embeds under tp needs per_layer_inputs beside them, from "
+            "get_per_layer_inputs(input_ids): a rank cannot look for ids in rows of other ranks"
         )
 
 

@@ -20,7 +20,7 @@ from parallel_ext.models.invariant import (
     check_can_be_invariant,
 )
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, HeadSizes, MixtureNames, RegionNames
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,
@@ -126,11 +126,12 @@ def _of_unknown_activation(name: str, activation: nn.Module) -> ValueError:
 
 def _check_attention(module: nn.Module, config: Any, path: str, names: AttentionNames) -> None:
     _check_head_dim(path, module.head_dim)
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    if names.full_norms and heads != key_value_heads:
+    sizes = HeadSizes.of(module, config.num_attention_heads)
+    if names.full_norms and sizes.query != sizes.key_value:
         raise ValueError(
             f"px.Invariant serves norms over all heads, as {path}.{names.full_norms[0]}, with as "
-            f"many key-value heads as query heads, but the model has {key_value_heads} and {heads}"
+            f"many key-value heads as query heads, but the model has {sizes.key_value} and "
+            f"{sizes.query}"
         )
     for norm in names.head_norms:
         kind = type(module.get_submodule(norm)).__name__
@@ -238,15 +239,15 @@ class BlockReplacer(Replacer):
         head.blocks = own_blocks(head.layouts["weight"], self.mesh.tp_rank)
 
     def attention(self, path: str, names: AttentionNames) -> None:
-        module, tp, config = self.model.get_submodule(path), self.mesh.tp, self.model.config
-        numbers = config.num_attention_heads, config.num_key_value_heads
-        heads = attention_blocks(names, *numbers, self.options.invariant.blocks)
+        module, tp = self.model.get_submodule(path), self.mesh.tp
+        sizes = HeadSizes.of(module, self.model.config.num_attention_heads)
+        heads = attention_blocks(names, sizes, self.options.invariant.blocks)
         of_heads, times = (heads.copies, module.head_dim), heads.repeats
         if names.is_joined:
             layers = {names.query: (*of_heads, (1, times, times))}
         else:
             shared = (*of_heads, (times,))
-            layers = {names.query: (), names.key: shared, names.value: shared}
+            layers = {names.query: (), **dict.fromkeys(names.keys_and_values, shared)}
         self._inputs(path, layers)
         self._outputs(path, names.inputs, [names.output])
         module.num_key_value_groups = 1  # each query head gets a key-value head of its own

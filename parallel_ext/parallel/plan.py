@@ -11,7 +11,13 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
-from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import (
+    AttentionNames,
+    DeltaNetNames,
+    HeadSizes,
+    MixtureNames,
+    RegionNames,
+)
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -200,14 +206,9 @@ def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ..
         for path, sublayer in sublayers.items()
         if isinstance(sublayer, RegionNames | DeltaNetNames) and sublayer.heads is not None
     }
-    if spec.attention is None:
-        return ModelSizes(config.vocab_size, heads_of=heads_of)
-    attentions = (path for path, each in sublayers.items() if isinstance(each, AttentionNames))
-    attention = next(attentions, None)
-    return ModelSizes(
-        config.vocab_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        1 if attention is None else model.get_submodule(attention).head_dim,
-        heads_of,
-    )
+    attentions = {
+        path: HeadSizes.of(model.get_submodule(path), config.num_attention_heads)
+        for path, sublayer in sublayers.items()
+        if isinstance(sublayer, AttentionNames)
+    }
+    return ModelSizes(config.vocab_size, attentions, heads_of)

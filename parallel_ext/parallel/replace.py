@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import (
+    AttentionNames,
+    DeltaNetNames,
+    HeadSizes,
+    MixtureNames,
+    RegionNames,
+)
 from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import (
@@ -31,7 +37,7 @@ from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.watch_forward import WantSharded
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
-from parallel_ext.sharding.layout import Range, TensorLayout, split
+from parallel_ext.sharding.layout import Range, TensorLayout, split, split_heads
 from parallel_ext.sharding.slices import take
 
 
@@ -166,7 +172,6 @@ class Replacer:
         # Row-parallel layers that leave their sum to others, by the beginnings of their paths.
         self._unsummed = (f"{plan.spec.layers}.",) if plan.sequence_parallel else ()
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
-        self._replicas: Group | None = None
         self.routings: list[Routing] = []
 
     def shards(
@@ -188,7 +193,8 @@ class Replacer:
 
     def replace_all(self) -> None:
         """Replace all modules that the spec names, each old weight freed before the next."""
-        self.embedding()
+        for path in self.spec.embeddings(self.layout):
+            self.embedding(path)
         for path, sublayer in self.spec.sublayers(self.layout).items():
             if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
                 self.joined_attention(path, sublayer)
@@ -214,8 +220,8 @@ class Replacer:
         self.model.set_submodule(path, module)
         watch_replaced(old)
 
-    def embedding(self) -> None:
-        path, scaled = self.spec.embedding, self.spec.scaled_embedding is not None
+    def embedding(self, path: str) -> None:
+        scaled = self.spec.scaled_embedding is not None
         weight, _, layouts = self.shards(path)
         old, tied = self.model.get_submodule(path), self._tied(path)
         scale = old.embed_scale if scaled else None
@@ -279,31 +285,32 @@ class Replacer:
         module.config = ConfigOfRank(module.config, num_attention_heads=heads)
 
     def attention(self, path: str, names: AttentionNames) -> None:
-        query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
-        if self._replicas is None:  # the same ranks in every layer
-            partition = sorted({key.replicas(rank) for rank in range(key.copy_size)})
-            self._replicas = self.mesh.tp_subgroup(partition)
+        module, tp = self.model.get_submodule(path), self.mesh.tp
+        sizes = HeadSizes.of(module, self.model.config.num_attention_heads)
+        heads = split_heads(sizes.query, sizes.key_value, tp.size)
+        (first, last), (kv_first, kv_last) = (
+            each[tp.rank] for each in (heads.query, heads.key_value)
+        )
+        replicas = self._ranks_with_equal(heads.key_value)
         self._column(f"{path}.{names.query}")
-        self._column(f"{path}.{names.key}", self._replicas)
-        self._column(f"{path}.{names.value}", self._replicas)
+        for name in names.keys_and_values:
+            self._column(f"{path}.{name}", replicas)
         self._row(f"{path}.{names.output}")
-        self.watch(path, names.query, names.key, names.value, names.output)
-        for name, replicas in (
-            (names.query_norm, ops.ALONE),
-            (names.key_norm, self._replicas),
-        ):
-            if name is not None and self.mesh.tp_size > 1:
-                self._norm_of_shards(f"{path}.{name}", replicas, names.norm_rounds_first)
+        self.watch(path, *names.inputs, names.output)
+        for name, sharers in ((names.query_norm, ops.ALONE), (names.key_norm, replicas)):
+            if name is not None and tp.size > 1:
+                self._norm_of_shards(f"{path}.{name}", sharers, names.norm_rounds_first)
         self._norms_of_heads(path, names)
-        if names.of_heads and self.mesh.tp_size > 1:
-            attention = self.model.get_submodule(path)
-            features = attention.head_dim * names.rows_per_head
-            heads = tuple(end // features for end in query.ranges(self.mesh.rank)[0])
-            used = UsedInParts(path, self.mesh.tp, places=[heads])
-            used.attach(attention, self.partials)
-        heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
-        groups = heads // names.rows_per_head // key_value_heads
-        self.model.get_submodule(path).num_key_value_groups = groups
+        if names.of_heads and tp.size > 1:
+            UsedInParts(path, tp, places=[(first, last)]).attach(module, self.partials)
+        module.num_key_value_groups = (last - first) // (kv_last - kv_first)
+
+    def _ranks_with_equal(self, ranges: Sequence[Range]) -> Group:
+        """Return the group of the tp ranks that have the range of this rank."""
+        ranks_of: dict[Range, list[int]] = {}
+        for rank, each in enumerate(ranges):
+            ranks_of.setdefault(each, []).append(rank)
+        return self.mesh.tp_subgroup([*ranks_of.values()])
 
     def delta_net(self, path: str, names: DeltaNetNames) -> None:
         """Replace the linears of a gated delta rule, and let it use the rest for own heads."""

@@ -36,7 +36,6 @@ CLASSIFIERS = (
     modeling_layers.GenericForTokenClassification,
 )
 _CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
-_ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads")
 _BALANCE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 
 
@@ -78,14 +77,14 @@ def is_decoder(model: nn.Module) -> bool:
 
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
     """Raise unless the modules to replace are plain, with nothing that would be lost."""
-    known = {}
+    known, names = {}, dict(model.named_parameters())
     if (mixture := spec.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
     if spec.attention is not None:
         known |= dict.fromkeys(spec.attention.full_norms, spec.attention.norm_class)
     if spec.scaled_embedding is not None:
-        known[spec.embedding] = spec.scaled_embedding
-    for path in spec.modules(dict(model.named_parameters())):
+        known |= dict.fromkeys(spec.embeddings(names), spec.scaled_embedding)
+    for path in spec.modules(names):
         module = model.get_submodule(path)
         expected = known.get(path, known.get(path.rpartition(".")[2]))
         if expected is None and not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -133,7 +132,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if spec.attention:
-        of_config += _ATTENTION_CONFIG_ATTRIBUTES
+        of_config += ("num_attention_heads",)
     if spec.mixture:
         balances = spec.mixture.balances and spec.head is not None
         of_model += _BALANCE_MODEL_ATTRIBUTES if balances else ()

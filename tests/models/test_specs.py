@@ -55,7 +55,19 @@ _DELTA_NET = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
     **{"linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]},
 }
-KINDS = {
+
+
+def _model_type(kind: str) -> str:
+    return kind.partition(" ")[0]
+
+
+_TWO_HEAD_SIZES = {
+    **{"global_head_dim": 16, "sliding_window": 4, "final_logit_softcapping": 0.5},
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 101},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_KEYS_ARE_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+KINDS = {  # a model_type, which words may follow
     "mistral": {"sliding_window": 3},
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": {"attention_bias": True},
@@ -155,13 +167,27 @@ KINDS = {
     },
     "solar_open": {**_GROUPS, "n_shared_experts": 1},
     "exaone_moe": {**_GROUPS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 4},
+    "gemma4_text": {**_TWO_HEAD_SIZES, **_KEYS_ARE_VALUES},
+    "gemma4_text that shares keys": {
+        **_TWO_HEAD_SIZES,
+        **{"hidden_size_per_layer_input": 5, "num_kv_shared_layers": 2, "num_hidden_layers": 4},
+        **{"layer_types": 2 * _TWO_HEAD_SIZES["layer_types"], "use_double_wide_mlp": True},
+    },
+    "gemma4_text with experts": {
+        **_TWO_HEAD_SIZES,
+        **_KEYS_ARE_VALUES,
+        **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2},
+        **{"moe_intermediate_size": 16, "experts_implementation": "eager"},
+    },
     "hy_v3": {
         **_EXPERTS,
         **{"num_experts": 5, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse"]},
     },
 }
 
-KINDS = {kind: KINDS[kind] for kind in KINDS if kind in transformers.CONFIG_MAPPING}  # not in 5.15
+KINDS = {  # not all are in 5.15
+    kind: KINDS[kind] for kind in KINDS if _model_type(kind) in transformers.CONFIG_MAPPING
+}
 # Classes of Llama, DeepSeek, OLMoE or Qwen by other names: one test of each in every run.
 _ALIKE = (
     *("internlm3", "iquestcoder", "cwm", "jais2", "youtu"),
@@ -196,7 +222,7 @@ class OfSpec:
             "attention_dropout": 0.0,
             **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         }
-        return transformers.CONFIG_MAPPING[self.kind](**sizes | KINDS[self.kind])
+        return transformers.CONFIG_MAPPING[_model_type(self.kind)](**sizes | KINDS[self.kind])
 
     def model(self, seed: int = 1) -> transformers.PreTrainedModel:
         """The single-process model, the same on every rank."""
@@ -209,8 +235,8 @@ class OfSpec:
             if parameter.dim() == 1 or name.endswith("bias"):
                 nn.init.normal_(parameter, mean=1.0, std=0.3)
         for name, tensor in model.state_dict().items():
-            if name.endswith("correction_bias"):
-                nn.init.normal_(tensor, std=0.1)
+            if name.endswith(("correction_bias", "layer_scalar")):
+                nn.init.normal_(tensor, mean=float(name.endswith("scalar")), std=0.1)
         return model if self.dtype != torch.float64 else _exact(model)
 
 
@@ -224,6 +250,11 @@ def with_dropout() -> transformers.PreTrainedModel:
 
 def _gemma_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + self.weight, self.eps)
+
+
+def _gemma4_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    weight = self.weight if self.with_scale else None
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.eps)
 
 
 def _norm_without_weight(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -290,7 +321,9 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if re.fullmatch("(Gemma|VaultGemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
+        if type(module).__name__ == "Gemma4RMSNorm":
+            module.forward = MethodType(_gemma4_norm, module)
+        elif re.fullmatch("(Gemma|VaultGemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)
         if type(module).__name__ == "NanoChatRMSNorm":
             module.forward = MethodType(_norm_without_weight, module)
@@ -317,13 +350,14 @@ def in_fp64() -> Iterator[None]:
 _IN_FP32 = (
     *("ernie4_5_moe", "minimax_m2", "glm4_moe", "dots1"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("solar_open", "exaone_moe", "hy_v3"),
+    *("solar_open", "exaone_moe", "hy_v3", "gemma4_text with experts"),
 )
 
 
 def _tolerance(kind: str) -> float:
     """Of a fp64 model: some routers and delta rules are computed in fp32."""
-    return 3e-5 if kind in _IN_FP32 or SPECS[kind].delta_net is not None else 1e-10
+    in_fp32 = kind in _IN_FP32 or SPECS[_model_type(kind)].delta_net is not None
+    return 3e-5 if in_fp32 else 1e-10
 
 
 @in_fp64()
@@ -348,7 +382,9 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
     case: str, tmp_path: Path
 ) -> None:
     tiny, tp, sizes = CASES[case]
-    layout = Layout(1, tp, tp if SPECS[tiny.kind].mixture else 1)
+    mixture = SPECS[_model_type(tiny.kind)].mixture
+    has_experts = mixture is not None and getattr(tiny.config(), mixture.num_experts) is not None
+    layout = Layout(1, tp, tp if has_experts else 1)
     found = pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes)
     assert_within(found, _tolerance(tiny.kind))
 
@@ -395,18 +431,32 @@ def _parity(*args: Any) -> dict[str, float]:
     return parity(*args)
 
 
-_NORMS_WITHOUT_WEIGHTS = {"olmo", "nanochat"}
+_NOT_BY_TOKENS = {
+    "olmo": "needs one norm with weights behind the decoder layers",
+    "nanochat": "needs one norm with weights behind the decoder layers",
+    "gemma4_text that shares keys": "to which they would add all that model.embed_tokens_per_layer",
+    "gemma4_text with experts": "does not serve experts beside the MLP",
+}
 
 
-@pytest.mark.parametrize("kind", _unlike(sorted({*KINDS} - _NORMS_WITHOUT_WEIGHTS)))
+@pytest.mark.parametrize("kind", _unlike(sorted({*KINDS} - {*_NOT_BY_TOKENS})))
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
-    attention = SPECS[kind].attention
+    attention = SPECS[_model_type(kind)].attention
     if attention and (attention.head_norms or attention.key_norm):
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
     options = {"sequence_parallel": True}
     found = pool(tp).run(_parity, tiny, Layout(1, tp, 1), None, options)
     assert_within(found, _tolerance(kind))
+
+
+def _in_sequence(kind: str) -> None:
+    px.parallelize(OfSpec(kind, dtype=torch.float32).model(), mesh_of(), sequence_parallel=True)
+
+
+@pytest.mark.parametrize("kind", _NOT_BY_TOKENS)
+def test_what_cannot_divide_its_tokens_is_refused(kind: str) -> None:
+    pool(2).assert_raises(_in_sequence, kind, error="ValueError", words=_NOT_BY_TOKENS[kind])
 
 
 def _dropped(seed_of_rank: int) -> float:

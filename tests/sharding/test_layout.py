@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from parallel_ext.models.llama import LLAMA
 from parallel_ext.models.spec import ModelSizes, plan
+from parallel_ext.models.sublayers import HeadSizes
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import (
     Box,
@@ -241,7 +242,8 @@ def test_describe_names_the_dimension_the_range_and_the_full_shape():
 
 
 NUM_LAYERS = 2
-SIZES = ModelSizes(vocab_size=101, num_heads=9, num_key_value_heads=3, head_dim=4)
+ATTENTIONS = [f"model.layers.{layer}.self_attn" for layer in range(NUM_LAYERS)]
+SIZES = ModelSizes(101, dict.fromkeys(ATTENTIONS, HeadSizes(query=9, key_value=3, dim=4)))
 HIDDEN, INNER = 36, 29
 LAYER_SHAPES = {
     "self_attn.q_proj.weight": (36, HIDDEN),
@@ -300,7 +302,7 @@ def test_plan_cuts_by_vocabulary_by_heads_and_by_features_that_ranks_keep_to_the
         assert held["k_proj.weight"] == held["k_proj.bias"] == held["v_proj.weight"]
         assert held["gate_proj.weight"] == held["up_proj.weight"] == held["down_proj.weight"]
         for (piece,) in (*held["q_proj.weight"], *held["k_proj.weight"]):
-            assert all(boundary % SIZES.head_dim == 0 for boundary in piece)
+            assert all(boundary % 4 == 0 for boundary in piece)
 
 
 def test_plan_gives_a_tied_head_the_layout_of_the_embedding_and_no_entry():
