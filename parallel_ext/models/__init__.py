@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel_ext.models.deepseek import DEEPSEEK
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
-from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
+from parallel_ext.models.gemma import GEMMAS
 from parallel_ext.models.gpt_oss import GPT_OSS
 from parallel_ext.models.hy_v3 import HY_V3
 from parallel_ext.models.llama import DENSE
@@ -41,7 +41,7 @@ SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec
     for spec in (
         *DENSE,
-        *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA),
+        *GEMMAS,
         *(MIXTRAL, *QWEN_MOE, *DEEPSEEK, HY_V3),
         *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, *NEWEST_QWEN),
     )

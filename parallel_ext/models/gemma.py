@@ -69,3 +69,13 @@ GEMMA4_TEXT = replace(
         fixed_bits=False,
     ),
 )
+GEMMA4_UNIFIED_TEXT = replace(
+    GEMMA4_TEXT,
+    model_type="gemma4_unified_text",
+    scaled_embedding="Gemma4UnifiedTextScaledWordEmbedding",
+    layer_embedding=None,
+    mixture=None,
+    mlp=MLP,
+)
+
+GEMMAS = (GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT, VAULTGEMMA)

@@ -28,6 +28,7 @@ from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_ro
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.validate import CLASSIFIERS
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,
     refuse_backward_apart,
@@ -109,6 +110,8 @@ def _begin(
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
+    if state.spec.head is None and not isinstance(model, CLASSIFIERS):
+        inputs.pop("labels", None)  # of the class around a decoder, as Gemma 4's passes them on
     arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
     labels = None if classifies else inputs.pop("labels", None)

@@ -169,7 +169,8 @@ def from_pretrained(
         mesh.control.run_on_all(op_name, lambda: _check_complete(model))
         _check_same_files(model, mesh, op_name)
     model.to(device)  # the buffers
-    for each in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+    inner_configs = (getattr(model.config, name) for name in model.config.sub_configs)
+    for each in (model.config, *filter(None, inner_configs)):
         each.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
     if generation_config is not None:

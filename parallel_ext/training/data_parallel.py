@@ -97,6 +97,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
                 f"data_parallel: px.Invariant does not serve {next(iter(beside))} beside the model"
             )
         if mesh.dp_size > 1:
+            _check_embeddings(model, own, state)
             for name, parameter in own.named_parameters():
                 refuse_gradient_hooks("data_parallel", name, parameter)
         return own, state, beside
@@ -119,6 +120,17 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     state.zero = zero
     average_beside(beside, mesh, state.partials, "data_parallel")
     return model
+
+
+def _check_embeddings(model: nn.Module, own: nn.Module, state: ParallelState) -> None:
+    """Raise if a class of transformers around the decoder calls more of it than its embedding."""
+    further = state.spec.embeddings(state.layout)[1:]
+    if further and model is not own and type(model).__module__.startswith("transformers."):
+        raise NotImplementedError(
+            f"data_parallel: {type(model).__name__} calls {further[0]} of its decoder itself, "
+            "outside of the forward for which dp ranks gather it; use dp=1, or train the decoder "
+            "of text alone, as transformers.AutoModelForCausalLM loads it"
+        )
 
 
 def average_beside(

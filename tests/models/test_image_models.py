@@ -31,6 +31,7 @@ import parallel_ext as px
 
 STEPS = 2
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
+ALONE = "gemma4 e2b"  # is served without data parallelism
 OF_EXPERTS = [Layout(1, 2, 2), Layout(2, 1, 2), Layout(2, 2, 4)]
 
 
@@ -63,7 +64,8 @@ def _trained(kind: str, layout: Layout, zero: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        *((kind, layout) for kind in DECODERS for layout in LAYOUTS),
+        *((kind, layout) for kind in DECODERS for layout in LAYOUTS if kind != ALONE),
+        (ALONE, LAYOUTS[0]),
         *((kind, layout) for kind in MIXTURES for layout in OF_EXPERTS),
     ],
     ids=str,
@@ -72,6 +74,14 @@ def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:
     for of_losses, of_weights in pool(layout.world).run(_trained, kind, layout, 2):
         assert of_losses <= 1e-6  # transformers' losses, and norms of Gemma, go by fp32
         assert of_weights <= 1e-7
+
+
+def _over_dp(kind: str) -> None:
+    parallel_pair(kind, LAYOUTS[1].mesh())
+
+
+def test_an_embedding_that_a_class_calls_itself_is_refused_over_dp() -> None:
+    pool(2).assert_raises(_over_dp, ALONE, words="calls embed_tokens_per_layer of its decoder")
 
 
 def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:

@@ -168,6 +168,7 @@ KINDS = {  # a model_type, which words may follow
     "solar_open": {**_GROUPS, "n_shared_experts": 1},
     "exaone_moe": {**_GROUPS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 4},
     "gemma4_text": {**_TWO_HEAD_SIZES, **_KEYS_ARE_VALUES},
+    "gemma4_unified_text": {**_TWO_HEAD_SIZES, "num_global_key_value_heads": 1},
     "gemma4_text that shares keys": {
         **_TWO_HEAD_SIZES,
         **{"hidden_size_per_layer_input": 5, "num_kv_shared_layers": 2, "num_hidden_layers": 4},
@@ -191,7 +192,7 @@ KINDS = {  # not all are in 5.15
 # Classes of Llama, DeepSeek, OLMoE or Qwen by other names: one test of each in every run.
 _ALIKE = (
     *("internlm3", "iquestcoder", "cwm", "jais2", "youtu"),
-    *("flex_olmo", "mellum", "solar_open"),
+    *("flex_olmo", "mellum", "solar_open", "gemma4_unified_text"),
 )
 _EAGER = ("gemma2", "gpt_oss", "granite_swa", "vaultgemma")  # which the classes ask for
 
@@ -321,7 +322,7 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if type(module).__name__ == "Gemma4RMSNorm":
+        if type(module).__name__ in ("Gemma4RMSNorm", "Gemma4UnifiedRMSNorm"):
             module.forward = MethodType(_gemma4_norm, module)
         elif re.fullmatch("(Gemma|VaultGemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)

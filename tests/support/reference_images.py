@@ -39,6 +39,8 @@ DECODERS = {
     "vipllava": "LlamaModel",
     "paligemma": "GemmaModel",
     "gemma3": "Gemma3TextModel",
+    "gemma4": "Gemma4TextModel",
+    "gemma4 e2b": "Gemma4TextModel",
     "mistral3": "MistralModel",
     "internvl": "Qwen2Model",
     "smolvlm": "LlamaModel",
@@ -76,6 +78,19 @@ def _config(kind: str) -> Any:
     if kind == "gemma3":
         text, sizes = t.Gemma3TextConfig(**gemma, sliding_window=8), {"mm_tokens_per_image": 4}
         return t.Gemma3Config(vision_config=siglip, text_config=text, **sizes, **token)
+    if kind.startswith("gemma4"):
+        vision = {**_VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 2}
+        vision |= {"pooling_kernel_size": 2, "position_embedding_size": 4}
+        text = {**gemma, "global_head_dim": 32, "sliding_window": 8}
+        text["layer_types"] = ["sliding_attention", "full_attention"]
+        if kind == "gemma4":
+            text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+            text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
+        else:
+            text |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+            text |= {"layer_types": 2 * text["layer_types"], "hidden_size_per_layer_input": 6}
+            text["vocab_size_per_layer_input"] = IMAGE + 1
+        return t.Gemma4Config(vision_config=vision, text_config=text, **token)
     if kind == "mistral3":
         vision, text = t.PixtralVisionConfig(**_VISION, head_dim=8), t.MistralConfig(**_TEXT)
         sizes = {"spatial_merge_size": 1, "vision_feature_layer": -1}
@@ -142,6 +157,11 @@ def image_batch(
     batch = {"input_ids": ids, "pixel_values": pixels, "labels": labels}
     if kind in ("smolvlm", "idefics3"):
         batch["pixel_values"] = pixels[:, None]  # of each image in a row
+    if kind.startswith("gemma4"):  # 4 x 4 patches, of which 2 x 2 make one place
+        batch["mm_token_type_ids"] = (ids == IMAGE).int()
+        batch["pixel_values"] = pixels.view(rows, 16, 12)
+        sides = torch.arange(4)
+        batch["image_position_ids"] = torch.cartesian_prod(sides, sides).expand(rows, 16, 2)
     if kind == "mistral3":
         batch["image_sizes"] = torch.full((rows, 2), 8)
     if kind == "gemma3":
