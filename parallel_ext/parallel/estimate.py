@@ -20,6 +20,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.stream import share_out
 from parallel_ext.models import own_model_type
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.configuration import parameters_on_meta, type_of_text
@@ -145,6 +146,8 @@ class Planner:
         if len(self._layers) == 0:
             raise ValueError("a model without layers cannot be planned")
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
+        sublayers = self._spec.sublayers(dict(self._plain.named_parameters()))
+        self._has_experts = any(isinstance(each, MixtureNames) for each in sublayers.values())
         self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
         self._known: KnownOps = {}
 
@@ -177,7 +180,7 @@ class Planner:
         """Yield every (tp, ep) of a number of ranks; without experts those of ep = 1."""
         sides = [side for side in range(1, world + 1) if world % side == 0]
         for tp in sides:
-            yield from ((tp, ep) for ep in (sides if self._spec.mixture else [1]))
+            yield from ((tp, ep) for ep in (sides if self._has_experts else [1]))
 
     def estimate(self, world: int, tp: int, ep: int, step: Step) -> Estimate:
         """Estimate a step on ``world`` ranks, of which ``tp`` and ``ep`` are divisors.

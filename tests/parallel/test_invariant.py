@@ -265,6 +265,22 @@ def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
         assert worst(gradients) < (floor, "")
 
 
+def _gemma_4(kind: str) -> None:
+    px.parallelize(OfSpec(kind, dtype=torch.float32).model(), mesh_of(), invariant=px.Invariant(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gemma4_text", "q_norm is a Gemma4RMSNorm"),
+        ("gemma4_text that shares keys", "models with a further embedding yet"),
+        ("gemma4_text with experts", "does not serve 'gemma4_text' models with experts"),
+    ],
+)
+def test_what_of_gemma_4_is_not_computed_in_blocks_is_named(kind: str, words: str) -> None:
+    pool(2).assert_raises(_gemma_4, kind, error="ValueError", words=words)
+
+
 def _in_inference_mode(tiny: Tiny) -> bool:
     model = parallel(tiny.model(), mesh_of(), invariant=px.Invariant(4)).eval()
     ids = batch(tiny.vocab_size)["input_ids"]
