@@ -687,6 +687,10 @@ IN_CONFIG = {
         _config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
         (CONFIG, "quantization_config is {", "quantized models are not served"),
     ),
+    "layers of different widths": Case(
+        _config(per_layer_config={"0": {"head_dim": 8, "intermediate_size": 24}}),
+        (CONFIG, "per_layer_config is {", "layers may differ in head_dim and num_key_value_heads"),
+    ),
     "checkpointing": Case(
         _config(gradient_checkpointing=True), (CONFIG, "gradient_checkpointing is True")
     ),

@@ -1,0 +1,43 @@
+"""What Gemma 4 has beside other models: an embedding for its layers, beside that of ids."""
+
+from __future__ import annotations
+
+import torch
+from ranks import pool
+from reference import difference, mesh_of, parallel, refusal
+from test_specs import OfSpec
+
+E2B = OfSpec("gemma4_text that shares keys", dtype=torch.float32)
+IDS = torch.tensor([[5, 60, 7, 8, 90, 10]])
+
+
+def _of_embeddings() -> tuple[float, str]:
+    """How far a forward of embeddings is from that of one process, and why it needs two."""
+    plain = E2B.model().eval()
+    model = parallel(plain, mesh_of()).eval()
+    with torch.no_grad():
+        given = {
+            "inputs_embeds": model.get_input_embeddings()(IDS),
+            "per_layer_inputs": model.model.get_per_layer_inputs(IDS),
+        }
+        far = difference(model(**given).logits, plain(IDS).logits)
+    del given["per_layer_inputs"]
+    return far, refusal(lambda: model(**given))
+
+
+def test_embeddings_come_with_those_of_the_layers() -> None:
+    for far, why in pool(2).run(_of_embeddings):
+        assert far < 1e-5
+        assert "inputs_embeds under tp needs per_layer_inputs" in why
+
+
+def _rows() -> tuple[int, str]:
+    model = parallel(E2B.model(), mesh_of())
+    rows = len(model.model.embed_tokens_per_layer.weight)
+    return rows, refusal(lambda: model.resize_token_embeddings(110))
+
+
+def test_each_rank_holds_its_rows_of_both_embeddings() -> None:
+    (first, why), (second, _) = pool(2).run(_rows)
+    assert (first, second) == (51, 50)
+    assert "embed_tokens_per_layer has a row for each id, too" in why
