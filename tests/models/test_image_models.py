@@ -320,6 +320,16 @@ def test_px_generate_is_refused_by_name() -> None:
         assert all("draws from the output head of a parallel causal model" in t for t in texts)
 
 
+def _checked() -> list[str]:
+    _, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
+    return [refusal(lambda m=m: px.check_gradients(m, image_batch(2))) for m in (ours, ours.model)]
+
+
+def test_check_gradients_of_what_has_no_loss_is_refused_by_name() -> None:
+    for texts in pool(2).run(_checked):
+        assert all("LlamaModel is a decoder without a loss of its own" in text for text in texts)
+
+
 def _misused() -> tuple[list[str], list[str]]:
     """Texts of refusals and warnings, and the modules that the advice of one reaches."""
     reference, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
