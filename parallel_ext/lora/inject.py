@@ -155,16 +155,20 @@ def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) ->
 
 
 def refuse_borrowed_weight(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
-    """Refuse to train a head as a whole whose weight is that of the embedding in a decoder.
+    """Refuse to train or adapt a head whose weight is that of the embedding in a decoder.
 
     PEFT's copy would have no weight, and nothing would be trained.
     """
     kept = tuple(config.modules_to_save or ())
     for path, module in model.named_modules():
-        if isinstance(module, TiedHead) and path.endswith(kept):
+        if not isinstance(module, TiedHead):
+            continue
+        targeted = config.target_modules and check_target_module_exists(config, path)
+        if path.endswith(kept) or targeted:
             raise NotImplementedError(
-                f"{op_name}: modules_to_save names {path}, whose weight is that of the embedding "
-                "in the parallel decoder; leave it out, or untie it before px.parallelize"
+                f"{op_name}: {'target_modules' if targeted else 'modules_to_save'} names {path}, "
+                "whose weight is that of the embedding in the parallel decoder; leave it out, or "
+                "untie it before px.parallelize"
             )
 
 

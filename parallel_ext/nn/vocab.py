@@ -355,6 +355,7 @@ class TiedHead(nn.Module):
         vars(self)["tied_to"] = embedding  # no part of this module
         embedding.tied_heads.append(self)
         self.bias = bias
+        self.register_load_state_dict_pre_hook(_take_weight_of_head)
 
     def __getattr__(self, name: str) -> Any:
         return self.tied_to.weight if name == "weight" else super().__getattr__(name)
@@ -368,6 +369,24 @@ class TiedHead(nn.Module):
         own = _own_logits(input, self.weight, None, embedding.group)
         logits = ops.gather_from_region(own, embedding.sizes, embedding.group)
         return logits if self.bias is None else logits + self.bias
+
+
+def _take_weight_of_head(
+    head: TiedHead, state_dict: dict[str, Any], prefix: str, *others: Any
+) -> None:
+    """Take the head's weight out of a ``state_dict`` that has one, as that of a plain model.
+
+    The embedding has loaded its own by then, so that another one is an error.
+    """
+    given = state_dict.pop(f"{prefix}weight", None)
+    if given is None:
+        return
+    embedding, errors = head.tied_to, others[-1]
+    own = embedding.weight.detach()
+    if given.shape[0] == embedding.num_embeddings:
+        given = given[slice(*embedding.vocab_range)]
+    if given.shape != own.shape or not torch.equal(given.to(own), own):
+        errors.append(f"{prefix}weight is not that of the embedding, to which the head is tied")
 
 
 def _own_logits(

@@ -64,13 +64,22 @@ def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name:
 
 
 def tied_beside(module: nn.Module) -> dict[str, str]:
-    """Map names of weights of heads beside parallel models to those they are tied to."""
+    """Map names of weights of heads beside parallel models to those they are tied to.
+
+    Raises:
+        ValueError: the embedding of a head was replaced, so that its weight would get lost.
+    """
     paths = {id(each): path for path, each in module.named_modules()}
-    return {
-        f"{path}.weight": f"{paths[id(each.tied_to)]}.weight"
-        for path, each in module.named_modules()
-        if isinstance(each, TiedHead) and id(each.tied_to) in paths
-    }
+    heads = {path: each for path, each in module.named_modules() if isinstance(each, TiedHead)}
+    for path, head in heads.items():
+        if id(head.tied_to) not in paths:
+            raise ValueError(
+                f"{path} has the weight of an embedding that is in the model no more, as after "
+                'merge_and_unload of an adapter with modules_to_save=["embed_tokens"]: save the '
+                "adapter before, and merge it in one process, or untie the head before "
+                "px.parallelize"
+            )
+    return {f"{path}.weight": f"{paths[id(head.tied_to)]}.weight" for path, head in heads.items()}
 
 
 def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
@@ -81,10 +90,14 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
     Args:
         module: it holds one parallel model, or is it.
         inside: that model's layout.
+
+    Raises:
+        ValueError: the embedding to which a head is tied was replaced.
     """
     (prefix,) = beginnings_inside(module)
     if not prefix:
         return inside
+    tied_beside(module)  # raises where a head would get lost
     layout, first_name = _below(prefix, inside), {}
     tensors, tied = dict(layout.tensors), dict(layout.tied)
     for name, tensor in tensors_beside(module):

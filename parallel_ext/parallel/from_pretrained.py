@@ -294,8 +294,9 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
     Raises:
         CollectiveTimeout: not all ranks called it.
         DisagreementError: ranks hold other parameters beside a parallel model.
+        ValueError: the embedding to which a head beside it is tied was replaced.
     """
-    mesh, full = state_of(model).mesh, {}
+    mesh, tied, full = state_of(model).mesh, tied_beside(model), {}
     if beside := parameters_beside(model):
         check_equal_beside(beside, mesh, "full_state_dict")
     for path, each in parallel_parts(model).items():
@@ -303,5 +304,5 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
         full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
     if mesh.rank == 0 or not writer_only:
         full |= {n: tensor.detach().cpu().clone() for n, tensor in tensors_beside(model)}
-        full |= {name: full[first] for name, first in tied_beside(model).items()}
+        full |= {name: full[first] for name, first in tied.items()}
     return full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,9 +62,9 @@ def check_gradients(
 
     Every rank calls it. Rank 0 builds the unsharded model from the gathered weights and runs it on
     the batches of all dp ranks, concatenated; it needs memory for the whole model twice (weights
-    and gradients) and says so first. The unsharded model's cross entropy is taken in fp64: with
-    49,153 classes torch's fp32 one is itself 5e-4 off in the gradients. The model's own gradients
-    are left as they were.
+    and gradients) and says so first. The unsharded model's cross entropy is taken in fp64 (that of
+    a classifier as its class does): with 49,153 classes torch's fp32 one is itself 5e-4 off in the
+    gradients. The model's own gradients are left as they were.
 
     Args:
         model: a parallel model.
@@ -76,7 +77,8 @@ def check_gradients(
 
     Raises:
         TypeError: the model was not parallelized.
-        NotImplementedError: the model has adapters, or the batch holds an option of the loss.
+        NotImplementedError: the model has adapters, is a decoder without a loss of its own, or the
+            batch holds an option of the loss.
         RuntimeError: its routing is forced, which the single process' is not.
         CollectiveTimeout: not all ranks called it.
     """
@@ -129,7 +131,8 @@ def _compare(
         if name in values:
             tensor.data = values[name].to(tensor.device, copy=True)
     reference.train(model.training)
-    reference.loss_function = _exact_loss
+    if state_of(model).spec.head is not None:  # else it classifies, by labels that are no ids
+        reference.loss_function = _exact_loss
     names = dict.fromkeys(name for one in batches for name in one)
     expected = reference(**{name: _joined(name, batches) for name in names}).loss
     expected.backward()
@@ -230,6 +233,12 @@ def _check(
         raise NotImplementedError(
             "check_gradients of a model with adapters is not supported: check the model before "
             "they are added, or after merge_and_unload"
+        )
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise NotImplementedError(
+            f"check_gradients: {type(model).__name__} is a decoder without a loss of its own: "
+            "train a step of it, or of the model around it, and compare px.full_state_dict with "
+            "what one process has after that step"
         )
     if any(routing.rule is not None for routing in state.routings):
         raise RuntimeError(

@@ -96,6 +96,21 @@ def test_training_equals_one_process(kind: str, task: str, tp: int) -> None:
         assert worst(found) < (TOLERANCE, "")
 
 
+def _checked(task: str, tp: int) -> tuple[float, float]:
+    mesh = mesh_of(tp)
+    model = px.no_data_parallel(px.parallelize(_model("llama", task), mesh))
+    own = {name: each.chunk(mesh.dp_size)[mesh.dp_rank] for name, each in _batch(task).items()}
+    report = px.check_gradients(model, own)
+    return report.worst[1], abs(report.loss / report.single_process_loss - 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("task", AUTO)
+def test_check_gradients_compares_with_the_loss_of_the_class(task: str, tp: int) -> None:
+    for found in pool(2).run(_checked, task, tp):
+        assert max(found) < TOLERANCE
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("task", AUTO)
 def test_dp_ranks_with_unequal_batches_equal_one_process(task: str, zero: int) -> None:

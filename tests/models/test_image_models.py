@@ -330,6 +330,16 @@ def test_px_generate_is_refused_by_name() -> None:
         assert all("draws from the output head of a parallel causal model" in t for t in texts)
 
 
+def _checked() -> list[str]:
+    _, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
+    return [refusal(lambda m=m: px.check_gradients(m, image_batch(2))) for m in (ours, ours.model)]
+
+
+def test_check_gradients_of_what_has_no_loss_is_refused_by_name() -> None:
+    for texts in pool(2).run(_checked):
+        assert all("LlamaModel is a decoder without a loss of its own" in text for text in texts)
+
+
 def _misused() -> tuple[list[str], list[str]]:
     """Texts of refusals and warnings, and the modules that the advice of one reaches."""
     reference, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
@@ -364,12 +374,50 @@ def _head_kept() -> list[str]:
         "base_model.model.lm_head.modules_to_save.default.weight"
     )
     assert trained.requires_grad
-    return [refusal(lambda: peft.get_peft_model(tied, config))]
+    on_head = px.LoraConfig(r=2, target_modules=["lm_head"])
+    return [refusal(lambda c=c: peft.get_peft_model(tied, c)) for c in (config, on_head)]
 
 
 def test_an_adapter_cannot_train_a_head_whose_weight_is_in_the_decoder() -> None:
-    words = ["modules_to_save names lm_head, whose weight is that of the embedding"]
+    words = [
+        "modules_to_save names lm_head, whose weight is that of the embedding",
+        "target_modules names lm_head, whose weight is that of the embedding",
+    ]
     pool(2).assert_says(_head_kept, words=words)
+
+
+def _merged_embedding(folder: str) -> list[str]:
+    _, ours = parallel_pair("tied llava", Layout(1, 2, 1).mesh())
+    config = px.LoraConfig(
+        r=2, target_modules=r".*language_model.*\.q_proj", modules_to_save=["embed_tokens"]
+    )
+    merged = peft.get_peft_model(ours, config).merge_and_unload()
+    return [
+        refusal(lambda: merged.save_pretrained(folder)),
+        refusal(lambda: px.save_checkpoint(folder, 1, merged)),
+    ]
+
+
+def test_files_do_not_lose_a_head_whose_embedding_an_adapter_has_replaced(tmp_path: Path) -> None:
+    words = ["lm_head has the weight of an embedding that is in the model no more"] * 2
+    pool(2).assert_says(_merged_embedding, str(tmp_path / "merged"), words=words)
+
+
+def _loaded_plain() -> tuple[float, str]:
+    reference, ours = parallel_pair("tied llava", Layout(1, 2, 1).mesh())
+    twice = {name: 2 * each for name, each in reference.state_dict().items()}
+    ours.load_state_dict(twice)
+    full = px.full_state_dict(ours, writer_only=False)
+    assert full.keys() == twice.keys()
+    worst = max((full[name] - each).abs().max().item() for name, each in twice.items())
+    other = {**twice, "lm_head.weight": twice["lm_head.weight"] + 1}
+    return worst, refusal(lambda: ours.load_state_dict(other))
+
+
+def test_a_plain_state_dict_with_a_tied_head_is_loaded() -> None:
+    for worst, other in pool(2).run(_loaded_plain):
+        assert worst == 0.0
+        assert "lm_head.weight is not that of the embedding" in other
 
 
 class Tied(nn.Module):
