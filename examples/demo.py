@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import finetune_llama
 import torch
 import transformers
 from finetune_llama import (
@@ -29,33 +27,20 @@ from finetune_llama import (
     peak_mib,
     train,
 )
+from jobs import alone, torchrun
+from prepare_smollm2 import prepare
 from safetensors import safe_open
 
-HERE = Path(__file__).parent
 LEARNING_RATE = 2e-5
-MORE_STEPS = 3
-
-
-def run(command: list[Any], threads: int, folder: Path | None = None) -> float:
-    """Run a command to its end, perhaps in a folder; seconds that it took."""
-    start = time.perf_counter()
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",  # threads that spin halve the speed of a shared machine
-        "HF_HUB_OFFLINE": "1",
-    }
-    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment, cwd=folder)
-    return time.perf_counter() - start
+MORE_STEPS, TOKENS = 2, 64
 
 
 def finetune(
-    script: str, model: Path, ranks: int, report: Path, *options: Any
+    main: Callable[[], None], model: Path, ranks: int, report: Path, *options: Any
 ) -> tuple[dict[str, Any], float]:
     """A fine-tuning example on some ranks: its report, and the seconds it took."""
     print(f"\n== {ranks} ranks, parallel_ext ==", flush=True)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-    seconds = run([*launch, HERE / script, model, "--report", report, *options], threads=1)
+    seconds = torchrun(main, ranks, model, "--report", report, *options)
     return json.loads(report.read_text()), seconds
 
 
@@ -67,7 +52,7 @@ def clip(model: Any, max_norm: float) -> torch.Tensor:
 def single_process(model: Any, model_path: Path, steps: int, learning_rate: float) -> dict:
     """The same training with a plain model; what the others are held against."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-    data = batches(tokenizer, default_text(), 1, 128, steps + MORE_STEPS)
+    data = batches(tokenizer, default_text(), 1, TOKENS, steps + MORE_STEPS)
 
     result: dict[str, Any] = {"tokens": continuation(model, tokenizer, PROMPT)}
     result |= train(model, data[:steps], learning_rate, clip, quiet=False)
@@ -89,7 +74,7 @@ def reload(directory: Path, steps: int, trained: dict[str, Any]) -> dict[str, An
     print("\n== unpatched transformers reads what 2 ranks saved ==", flush=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    ids = batches(tokenizer, default_text(), 1, 128, steps)[0]["input_ids"]
+    ids = batches(tokenizer, default_text(), 1, TOKENS, steps)[0]["input_ids"]
     rows = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -142,30 +127,29 @@ def result_lines(single: dict, two: dict, reloaded: dict) -> list[str]:
     ]
 
 
+def plain(model_path: Path, steps: int) -> dict[str, Any]:
+    """The training of a plain model."""
+    print("\n== one process, plain transformers ==", flush=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return single_process(model, model_path, steps, LEARNING_RATE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--single-process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
     work, steps = options.work, options.steps
     model = work / "smollm2"
-    if options.single_process:
-        plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        result = single_process(plain, model, steps, LEARNING_RATE)
-        options.single_process.write_text(json.dumps(result))
-        return
-    run([HERE / "prepare_smollm2.py", model], threads=2)
-    print("\n== one process, plain transformers ==", flush=True)
-    own = [__file__, "--work", work, "--steps", steps, "--single-process", work / "single.json"]
-    single_seconds = run(own, threads=2)
-    single = json.loads((work / "single.json").read_text())
-    script, rate = "finetune_llama.py", ["--learning-rate", LEARNING_RATE]
+    alone(prepare, model)
+    single, single_seconds = alone(plain, model, steps)
+    script = finetune_llama.main
+    common = ["--tokens", TOKENS, "--learning-rate", LEARNING_RATE]
     first = ["--tp", 2, "--steps", steps, "--out", work / "two", "--check-gradients"]
-    two, two_seconds = finetune(script, model, 2, work / "two.json", *rate, *first)
-    reloaded = reload(work / "two", steps, two)
+    two, two_seconds = finetune(script, model, 2, work / "two.json", *common, *first)
+    reloaded, _ = alone(reload, work / "two", steps, two)
     more = ["--tp", 3, "--steps", MORE_STEPS, "--first", steps]
-    three, three_seconds = finetune(script, work / "two", 3, work / "three.json", *rate, *more)
+    three, three_seconds = finetune(script, work / "two", 3, work / "three.json", *common, *more)
     lines = loss_lines(single, two, three) + result_lines(single, two, reloaded)
     runs = {
         "one process": (single, single_seconds),

@@ -24,17 +24,21 @@ from typing import Any
 
 import torch
 import transformers
-from demo import HERE, clip
+from demo import clip
 from finetune_llama import default_text
+from jobs import alone
+from prepare_smollm2 import prepare
 from train_resumable import learning_rates, samples_of
 
 import parallel_ext as px
 
-STEPS, ROWS, TOKENS, RATE, SAVE_EVERY = 9, 2, 64, 2e-5, 3
+SCRIPT = Path(__file__).with_name("train_resumable.py")
+STEPS, ROWS, TOKENS, RATE, SAVE_EVERY = 6, 2, 32, 2e-5, 5
 
 
 def single_process(model_path: Path) -> list[float]:
     """The losses of plain transformers, all steps in one go."""
+    print("\n== one process, plain transformers, without interruption ==", flush=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     samples = samples_of(tokenizer, default_text(), TOKENS)
@@ -62,7 +66,7 @@ class Job:
         self.report = root.with_name(f"{root.name}-{title.split()[0]}.json")
         self._log = root.with_name(f"{root.name}-{title.split()[0]}.log").open("w+")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        script = [HERE / "train_resumable.py", model, root, "--report", self.report]
+        script = [SCRIPT, model, root, "--report", self.report]
         sizes = ["--steps", STEPS, "--rows", ROWS, "--tokens", TOKENS, "--learning-rate", RATE]
         saves = ["--save-every", SAVE_EVERY, *options]
         command = [*launch, "--nproc_per_node", ranks, *script, *sizes, *saves]
@@ -123,11 +127,11 @@ def main() -> None:
     options = parser.parse_args()
     model, root = options.work / "smollm2", options.work / "checkpoints"
     shutil.rmtree(root, ignore_errors=True)
-    print("\n== one process, plain transformers, without interruption ==", flush=True)
-    expected = single_process(model)
+    alone(prepare, model)
+    expected, _ = alone(single_process, model)
 
-    first = Job("first job: 2 ranks, tp = 2; a SIGTERM after step 2", 2, model, root, "--tp", 2)
-    first.until(2)
+    first = Job("first job: 2 ranks, tp = 2; a SIGTERM after step 1", 2, model, root, "--tp", 2)
+    first.until(1)
     first.process.send_signal(signal.SIGTERM)
     runs = [("tp = 2", *first.finish())]
     latest = px.latest_checkpoint(root)

@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import finetune_cogagent_lora
 import peft
 import torch
 import transformers
@@ -32,6 +33,7 @@ from finetune_cogagent_lora import (
     memory_lines,
 )
 from finetune_llama import train
+from jobs import alone
 from safetensors import safe_open
 
 STEPS, ROWS, SEED, LEARNING_RATE = 24, 16, 0, 3e-3
@@ -161,13 +163,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".work"))
     work = parser.parse_args().work
     model, initial, merged = work / "cogagent", work / "cogagent-initial", work / "cogagent-merged"
-    make_model(model)
+    alone(make_model, model)
     common = ["--steps", STEPS, "--rows", ROWS, "--seed", SEED, "--learning-rate", LEARNING_RATE]
     runs: dict[str, tuple[dict[str, Any], float]] = {}
     for ranks in (2, 4):
         adapter = work / f"cogagent-lora-{ranks}"
         runs[f"{ranks} ranks"] = finetune(
-            "finetune_cogagent_lora.py",
+            finetune_cogagent_lora.main,
             model,
             ranks,
             work / f"cogagent-{ranks}.json",
@@ -176,8 +178,9 @@ def main() -> None:
             *(("--merged", merged) if ranks == 4 else ("--initial", initial)),
         )
     (two, _), (four, _) = runs.values()
-    single = single_process(model, initial)
-    found = checks(single, two, four, reload(work, adapter, merged))
+    single, _ = alone(single_process, model, initial)
+    files, _ = alone(reload, work, adapter, merged)
+    found = checks(single, two, four, files)
 
     lines = ["", f"{'step':>4}{'one process':>14}" + "".join(f"{title:>12}" for title in runs)]
     losses = zip(single["loss"], two["loss"], four["loss"], strict=True)

@@ -11,28 +11,28 @@ holds both, and a difference above its limit is an error.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import finetune_lora
 import peft
 import torch
 import transformers
 from demo import (
-    HERE,
     MORE_STEPS,
     PROMPT,
+    TOKENS,
     cost_lines,
     finetune,
     loss_lines,
     relative,
-    run,
     single_process,
 )
 from finetune_llama import batches, continuation, default_text, last_logits
+from jobs import alone
+from prepare_smollm2 import prepare
 
-SCRIPT = "finetune_lora.py"
 LEARNING_RATE = 1e-3
 # Relative to the single process, all in fp32. That process is itself up to 6e-6 (losses, by torch's
 # cross entropy over 49153 logits) and 3e-5 (norms) away from the same training in fp64.
@@ -45,12 +45,18 @@ def plain(model_path: Path, adapter: Path, trainable: bool) -> peft.PeftModel:
     return peft.PeftModel.from_pretrained(model, adapter, is_trainable=trainable).eval()
 
 
+def by_peft(model_path: Path, initial: Path, steps: int) -> dict[str, Any]:
+    """The training of the same initial adapter by plain PEFT."""
+    print("\n== one process, plain PEFT from the same initial adapter ==", flush=True)
+    return single_process(plain(model_path, initial, True), model_path, steps, LEARNING_RATE)
+
+
 def reload(model_path: Path, adapter: Path, steps: int) -> dict[str, Any]:
     """What plain PEFT makes of the adapter that 2 ranks saved."""
     print("\n== plain PEFT reads what 2 ranks saved ==", flush=True)
     model = plain(model_path, adapter, False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-    ids = batches(tokenizer, default_text(), 1, 128, steps)[0]["input_ids"]
+    ids = batches(tokenizer, default_text(), 1, TOKENS, steps)[0]["input_ids"]
     result: dict[str, Any] = {"logits": last_logits(model, ids)}
     result["tokens"] = continuation(model, tokenizer, PROMPT)
     with model.disable_adapter():
@@ -123,27 +129,19 @@ def checks(single: dict, two: dict, reloaded: dict, three: dict) -> list[Check]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--single-process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
     work, steps = options.work, options.steps
     model, initial, adapter = work / "smollm2", work / "lora-initial", work / "lora"
-    if options.single_process:
-        trained = single_process(plain(model, initial, True), model, steps, LEARNING_RATE)
-        result = {"single": trained, "reloaded": reload(model, adapter, steps)}
-        options.single_process.write_text(json.dumps(result))
-        return
-    run([HERE / "prepare_smollm2.py", model], threads=2)
-    rate = ["--learning-rate", LEARNING_RATE]
+    alone(prepare, model)
+    script = finetune_lora.main
+    common = ["--tokens", TOKENS, "--learning-rate", LEARNING_RATE]
     first = ["--tp", 2, "--steps", steps, "--initial", initial, "--out", adapter]
-    two, two_seconds = finetune(SCRIPT, model, 2, work / "lora-two.json", *rate, *first)
-    print("\n== one process, plain PEFT from the same initial adapter ==", flush=True)
-    report = work / "lora-single.json"
-    own = [__file__, "--work", work, "--steps", steps, "--single-process", report]
-    single_seconds = run(own, threads=2)
-    single, reloaded = (json.loads(report.read_text())[key] for key in ("single", "reloaded"))
+    two, two_seconds = finetune(script, model, 2, work / "lora-two.json", *common, *first)
+    single, single_seconds = alone(by_peft, model, initial, steps)
+    reloaded, _ = alone(reload, model, adapter, steps)
     more = ["--tp", 3, "--steps", MORE_STEPS, "--first", steps, "--adapter", adapter]
-    three, three_seconds = finetune(SCRIPT, model, 3, work / "lora-three.json", *rate, *more)
+    three, three_seconds = finetune(script, model, 3, work / "lora-three.json", *common, *more)
 
     lines, found = [*loss_lines(single, two, three), ""], checks(single, two, reloaded, three)
     lines += [f"{check.title:28}{check.found:>10}  {check.expected}" for check in found]

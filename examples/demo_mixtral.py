@@ -11,19 +11,21 @@ trains on the same batches with plain transformers. A difference above its limit
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+import finetune_mixtral
 import torch
 import transformers
-from demo import HERE, PROMPT, clip, cost_lines, finetune, relative, run
+from demo import PROMPT, clip, cost_lines, finetune, relative
 from demo_lora import Check, at_most, exit_unless_all_hold, same_tokens
 from finetune_llama import batches, continuation, default_text, last_logits, peak_mib, train
 from finetune_mixtral import mixtral_from_dense
+from jobs import alone
+from prepare_smollm2 import prepare
 from safetensors import safe_open
 
-LAYERS, EXPERTS, ROWS, TOKENS = 4, 4, 4, 64
+LAYERS, EXPERTS, ROWS, TOKENS = 2, 4, 4, 32
 LEARNING_RATE = 1e-4
 LAYOUTS = {
     "tp 2, ep 2": (2, ["--tp", 2, "--ep", 2]),
@@ -49,6 +51,7 @@ def dense_loss(path: Path, batch: dict[str, torch.Tensor]) -> float:
 
 def single_process(work: Path, steps: int) -> dict[str, Any]:
     """Make the Mixtral; the same training with plain transformers."""
+    print("\n== one process, plain transformers ==", flush=True)
     dense, path = work / "smollm2", work / "mixtral"
     mixtral_from_dense(str(dense), path, EXPERTS, 2, LAYERS)
     model, tokenizer = load(path), transformers.AutoTokenizer.from_pretrained(path)
@@ -65,6 +68,7 @@ def single_process(work: Path, steps: int) -> dict[str, Any]:
 
 def reload(directory: Path, steps: int) -> dict[str, Any]:
     """What unpatched transformers reads of a directory that parallel ranks saved."""
+    print("\n== unpatched transformers reads what 4 ranks saved ==", flush=True)
     model, tokenizer = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
     ids = batches(tokenizer, default_text(), ROWS, TOKENS, steps)[0]["input_ids"]
     experts = []
@@ -126,26 +130,20 @@ def routing_lines(runs: dict[str, dict]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--single-process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     work, steps = options.work, options.steps
-    if options.single_process:
-        options.single_process.write_text(json.dumps(single_process(work, steps)))
-        return
-    run([HERE / "prepare_smollm2.py", work / "smollm2"], threads=2)
-    print("\n== one process, plain transformers ==", flush=True)
-    report, saved = work / "mixtral-single.json", work / "mixtral-trained"
-    own = [__file__, "--work", work, "--steps", steps, "--single-process", report]
-    seconds = {"one process": run(own, threads=2)}
-    single, runs = json.loads(report.read_text()), {}
+    saved = work / "mixtral-trained"
+    alone(prepare, work / "smollm2")
+    single, seconds_alone = alone(single_process, work, steps)
+    runs, seconds = {}, {"one process": seconds_alone}
     common = ["--steps", steps, "--rows", ROWS, "--tokens", TOKENS, "--out", saved]
     common += ["--learning-rate", LEARNING_RATE, "--check-gradients"]
     for number, (title, (ranks, layout)) in enumerate(LAYOUTS.items()):
         routing = work / f"mixtral-{number}-routing.jsonl"
         routing.unlink(missing_ok=True)  # of an earlier demo
         runs[title], seconds[title] = finetune(
-            "finetune_mixtral.py",
+            finetune_mixtral.main,
             work / "mixtral",
             ranks,
             work / f"mixtral-{number}.json",
@@ -153,8 +151,7 @@ def main() -> None:
             *common,
             *("--routing", routing),
         )
-    print("\n== unpatched transformers reads what 4 ranks saved ==", flush=True)
-    found = checks(single, runs, reload(saved, steps))
+    found = checks(single, runs, alone(reload, saved, steps)[0])
     lines = ["", f"{'step':>4}{'one process':>14}" + "".join(f"{title:>18}" for title in runs)]
     for step, losses in enumerate(
         zip(single["loss"], *(r["loss"] for r in runs.values()), strict=True)

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import finetune_trainer
 import matplotlib.pyplot as plt
 import transformers
-from demo import HERE, run
 from demo_lora import at_most, exit_unless_all_hold, worst
 from finetune_llama import default_text
+from jobs import alone, call, torchrun
+from prepare_smollm2 import prepare
 
-SCRIPT = HERE / "finetune_trainer.py"
+from parallel_ext import run
+
+TOKENS = 32
 LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT = 1e-4, 1e-3, 1e-3
 
 
@@ -56,24 +59,22 @@ def draw(runs: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     work = options.work.resolve()
     text = work / "trainer.txt"
     model, one, two = work / "smollm2", work / "trainer-one", work / "trainer-two"
-    run([HERE / "prepare_smollm2.py", model], threads=2)
+    alone(prepare, model)
     text.write_text(default_text()[:60_000])
 
     def arguments(out: Path) -> list[Any]:
-        return [SCRIPT, model, text, out, "--steps", options.steps]
+        return [model, text, out, "--steps", options.steps, "--tokens", TOKENS]
 
     print("\n== one process ==", flush=True)
-    seconds = [run(arguments(one), threads=2)]
+    _, single_seconds = alone(call, finetune_trainer.main, *arguments(one))
     print("\n== 2 ranks, the same script ==", flush=True)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--no-python"]
-    command = [*launch, sys.executable, "-m", "parallel_ext.run", "--tp", 2, *arguments(two)]
-    # -m looks for modules in the current folder first, and here are the sources.
-    seconds.append(run(command, threads=1, folder=work))
+    script = [finetune_trainer.__file__, *arguments(two)]
+    seconds = torchrun(run.main, 2, "--tp", 2, *script)
 
     runs = {"one process": trained(one), "2 ranks, tp=2": trained(two)}
     plain, ours = runs.values()
@@ -87,7 +88,7 @@ def main() -> None:
     ]
     print("\n".join(f"{each.title:16}{each.found:>10}  {each.expected}" for each in found))
     draw(runs, work / "trainer.png")
-    print(f"{seconds[0]:.0f} s and {seconds[1]:.0f} s; {work / 'trainer.png'} shows the losses")
+    print(f"{single_seconds:.0f} s and {seconds:.0f} s; {work / 'trainer.png'} shows the losses")
     exit_unless_all_hold(found)
 
 

@@ -51,16 +51,20 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="directory to write")
-    out = parser.parse_args().out
+def prepare(out: Path) -> None:
+    """Write the directory, unless it is there."""
     if (out / "config.json").exists():
-        print(f"{out} is there already")
+        print(f"{out} is there already", flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         convert(download(Path(folder)), out)
-    print(f"wrote {out}")
+    print(f"wrote {out}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="directory to write")
+    prepare(parser.parse_args().out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def _all_steps(job: Job, fault: str = "none") -> soak.Attempt:
 
 
 def test_jobs_with_faults_at_random_lose_no_checkpoint() -> None:
-    report = soak.soak(seed=3, faults=6, steps=0, seconds=25)
+    report = soak.soak(seed=3, faults=6, steps=0, seconds=15)
     assert report.faults.total() > 0
     assert report.problems == [], report
 

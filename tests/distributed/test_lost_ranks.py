@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from disk_faults import full, kill
-from ranks import Raised, pool
+from ranks import Raised, Ranks, pool
 from reference import Tiny, parallel
 
 import parallel_ext as px
@@ -73,28 +75,34 @@ def _lose(what: str, how: str, directory: Path) -> None:
         raise px.CollectiveTimeout(f"{error} [{time.monotonic() - start:.1f} s]") from error
 
 
-# Each place with one end by default: a pool of ranks is lost, and started anew, by each case.
-LOSSES = [
-    pytest.param(what, how, marks=[] if (place + end) % 2 == 0 else [pytest.mark.slow])
-    for place, what in enumerate(PLACES)
-    for end, how in enumerate(ENDS)
-]
+# Each place with one end by default.
+LOSSES = list(product(PLACES, ENDS))
+SOME = [(what, [*ENDS][place % 2]) for place, what in enumerate(PLACES)]
+OTHERS = [loss for loss in LOSSES if loss not in SOME]
 
 
-@pytest.mark.parametrize(("what", "how"), LOSSES)
-def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, what: str, how: str) -> None:
-    out = tmp_path / "out"
-    for survivor in pool(3).run_losing(LOST, _lose, what, how, out):
-        assert isinstance(survivor, Raised), survivor
-        assert survivor.type == "CollectiveTimeout", survivor
-        if "making" in what or "closing" in what:  # by a disk, which may be slow
-            assert f"rank {LOST} has shown no sign of life" in survivor.text
-        else:
-            assert f"but rank {LOST} did not" in survivor.text
-        seconds = float(survivor.text.rsplit("[", 1)[1].removesuffix(" s]"))
-        assert seconds < TIMEOUT_S + 5, survivor
-    names = {path.name for path in out.iterdir()}
-    assert {"config.json", "model.safetensors.index.json"} <= names
+@pytest.mark.parametrize("losses", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, losses: list[tuple[str, str]]) -> None:
+    outs = [tmp_path / f"{what} {how}" for what, how in losses]
+    with ThreadPoolExecutor(3) as threads:  # most of the time is waiting
+        lives = [
+            threads.submit(Ranks(3).run_losing, LOST, _lose, *loss, out)
+            for loss, out in zip(losses, outs, strict=True)
+        ]
+        survivors = [life.result() for life in lives]
+    for (what, how), out, raised in zip(losses, outs, survivors, strict=True):
+        for survivor in raised:
+            case = f"{what}, {how}: {survivor}"
+            assert isinstance(survivor, Raised), case
+            assert survivor.type == "CollectiveTimeout", case
+            if "making" in what or "closing" in what:  # by a disk, which may be slow
+                assert f"rank {LOST} has shown no sign of life" in survivor.text, case
+            else:
+                assert f"but rank {LOST} did not" in survivor.text, case
+            seconds = float(survivor.text.rsplit("[", 1)[1].removesuffix(" s]"))
+            assert seconds < TIMEOUT_S + 5, case
+        names = {path.name for path in out.iterdir()}
+        assert {"config.json", "model.safetensors.index.json"} <= names
 
 
 def _fail(what: str, directory: Path) -> None:

@@ -354,36 +354,42 @@ def _calls_of(group: Group) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, str]:
-    """Rank 0 gets a signal while it waits for rank 1; how long it waited, and what ended it."""
+def _signalled(group: Group, call: str, number: signal.Signals, ended: Path) -> tuple[float, str]:
+    """Rank 0 gets a signal while it waits for rank 1; how long it waited, and what ended it.
+
+    Rank 1 comes when the signal has been seen, or after 4 s.
+    """
     own = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=60)))
     reduce_from_region(torch.ones(3), own)
     run, seen = _calls_of(own)[call], []
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+    signal.signal(signal.SIGUSR1, lambda *_: (seen.append(time.monotonic()), ended.touch()))
     dist.barrier()
     begin = time.monotonic()
     if group.rank == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-    else:
-        time.sleep(4)
+    while group.rank == 1 and not ended.exists() and time.monotonic() < begin + 4:
+        time.sleep(0.02)
     try:
         run()
     except (KeyboardInterrupt, RuntimeError) as error:
-        return time.monotonic() - begin, f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - begin
+        ended.touch()
+        return seconds, f"{type(error).__name__}: {error}"
     return (seen[0] if seen else time.monotonic()) - begin, "no error"
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "swap"])
-def test_ctrl_c_ends_a_wait_and_the_other_rank_raises(call):
-    (seconds, error), (_, other) = on_ranks(2, _signalled, call, signal.SIGINT)
+def test_ctrl_c_ends_a_wait_and_the_other_rank_raises(call, tmp_path):
+    (seconds, error), (_, other) = on_ranks(2, _signalled, call, signal.SIGINT, tmp_path / "ended")
     assert error.startswith("KeyboardInterrupt")
     assert seconds < 3, "the other rank comes after 4 s"
     assert "rank 0 of the group has given up" in other
 
 
-def test_a_handler_that_does_not_raise_runs_during_a_wait():
-    (seconds, error), (_, other) = on_ranks(2, _signalled, "forward", signal.SIGUSR1)
+def test_a_handler_that_does_not_raise_runs_during_a_wait(tmp_path):
+    ended = tmp_path / "ended"
+    (seconds, error), (_, other) = on_ranks(2, _signalled, "forward", signal.SIGUSR1, ended)
     assert (error, other) == ("no error", "no error")
     assert seconds < 3, "the other rank comes after 4 s"
 

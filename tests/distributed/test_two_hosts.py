@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -241,7 +244,7 @@ def _seconds(error: Raised) -> float:
     return float(re.search(r"\[([\d.]+) s\]$", error.text)[1])
 
 
-def _until_it_fails(what: str, ready: Path, directory: Path) -> None:
+def _until_it_fails(what: str, ready: Path) -> None:
     sides = {"data parallelism": {"dp": 2}, "expert parallelism": {"ep": 2}}.get(what, {"tp": 2})
     mesh = px.init_mesh(**sides, timeout=TIMEOUT_S)
     tiny = TinyMixtral(vocab_size=101) if "ep" in sides else Tiny()
@@ -252,7 +255,7 @@ def _until_it_fails(what: str, ready: Path, directory: Path) -> None:
     while True:
         with _timed():
             if what == "saving":
-                model.save_pretrained(directory / "out")
+                model.save_pretrained(ready.with_name("out"))
             else:
                 model(**batch(tiny.vocab_size)).loss.backward()
 
@@ -264,45 +267,52 @@ LOSSES = {
 }
 
 
-OFTEN = {
-    ("a cut cable", "training without agreement"),
-    ("a cut cable", "saving"),
-    ("a cut cable", "data parallelism"),
-    ("a cut cable", "expert parallelism"),
-    ("a killed host", "training"),
-    ("the host of the store without power", "training"),
-}
 WAYS = ["training", "training without agreement", "saving"]
 WAYS += ["data parallelism", "expert parallelism"]
-EVERY = [
-    pytest.param(loss, what, marks=[] if (loss, what) in OFTEN else [pytest.mark.slow])
-    for loss in LOSSES
-    for what in WAYS
+OFTEN = [
+    *(("a cut cable", what) for what in WAYS[1:]),
+    ("a killed host", "training"),
+    ("the host of the store without power", "training"),
 ]
+OTHERS = [case for case in product(LOSSES, WAYS) if case not in OFTEN]
 
 
-@pytest.mark.parametrize(("loss", "what"), EVERY)
-def test_the_ranks_that_live_raise_in_time_at(loss: str, what: str, tmp_path: Path) -> None:
-    need_hosts()
-    lose, living = LOSSES[loss]
-    with two_hosts() as hosts:
-        ranks = Ranks(2, Hosts(hosts, 1))
-        ready = tmp_path / "ready"
+def _lose(loss: str, each: int, function: Any, *args: Any) -> list[tuple[int, Raised]]:
+    """Return the ranks that live, with what they raise, of a job of ``each`` on two hosts."""
+    lose, left = LOSSES[loss]
+    living = [each * host + rank for host in left for rank in range(each)]
+    with two_hosts() as hosts, TemporaryDirectory() as folder:
+        ranks, ready = Ranks(2 * each, Hosts(hosts, each)), Path(folder, "ready")
         try:
-            with _when([Path(f"{ready}-{rank}") for rank in (0, 1)], lose, hosts):
-                raised = ranks.run_living(living, _until_it_fails, what, ready, tmp_path)
+            with _when([Path(f"{ready}-{rank}") for rank in range(2 * each)], lose, hosts):
+                raised = ranks.run_living(living, function, *args, ready)
         finally:
             ranks.close()
-    for rank, error in zip(living, raised, strict=True):
-        assert isinstance(error, Raised), error
-        assert _seconds(error) < TIMEOUT_S + SLACK_S, error
-        if rank == 0:
-            assert f"rank 1 on host {NAMES[1]} " in error.text, error
-        else:
-            assert "the store of the job at 10.77.0.1:29517 cannot be reached" in error.text, error
-            assert "its host or the network to it is down (no answer within" in error.text, error
-            if what != "saving":
-                assert f"nothing is known of rank 0 on host {NAMES[0]}, since" in error.text
+    for error in raised:
+        assert isinstance(error, Raised), (loss, args, error)
+        assert _seconds(error) < TIMEOUT_S + SLACK_S, (loss, args, error)
+    return [*zip(living, raised, strict=True)]
+
+
+def _lose_each(cases: Sequence[tuple[Any, ...]]) -> list[list[tuple[int, Raised]]]:
+    """Return what ``_lose`` does of each case; some at a time, as they wait most of it."""
+    need_hosts()
+    with ThreadPoolExecutor(3) as threads:
+        return [*threads.map(lambda case: _lose(*case), cases)]
+
+
+@pytest.mark.parametrize("cases", [OFTEN, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_the_ranks_that_live_raise_in_time(cases: list[tuple[str, str]]) -> None:
+    found = _lose_each([(loss, 1, _until_it_fails, what) for loss, what in cases])
+    for case, raised in zip(cases, found, strict=True):
+        for rank, error in raised:
+            if rank == 0:
+                assert f"rank 1 on host {NAMES[1]} " in error.text, (case, error)
+                continue
+            assert "the store of the job at 10.77.0.1:29517 cannot be reached" in error.text, case
+            assert "its host or the network to it is down (no answer within" in error.text, case
+            if case[1] != "saving":
+                assert f"nothing is known of rank 0 on host {NAMES[0]}, since" in error.text, case
 
 
 def _sum_until_it_fails(ready: Path) -> None:
@@ -313,21 +323,9 @@ def _sum_until_it_fails(ready: Path) -> None:
             ops.reduce_from_region(torch.ones(5), mesh.tp)
 
 
-@pytest.mark.parametrize("loss", ["a cut cable", "a killed host"])
-def test_all_ranks_of_a_host_raise_in_time_at(loss: str, tmp_path: Path) -> None:
-    need_hosts()
-    lose, hosts_left = LOSSES[loss]
-    living = [rank for host in hosts_left for rank in (2 * host, 2 * host + 1)]
-    with two_hosts() as hosts:
-        ranks, ready = Ranks(4, Hosts(hosts, 2)), tmp_path / "ready"
-        try:
-            with _when([Path(f"{ready}-{rank}") for rank in range(4)], lose, hosts):
-                raised = ranks.run_living(living, _sum_until_it_fails, ready)
-        finally:
-            ranks.close()
-    for rank, error in zip(living, raised, strict=True):
-        assert isinstance(error, Raised), error
-        assert _seconds(error) < TIMEOUT_S + SLACK_S, error
+def test_all_ranks_of_a_host_raise_in_time() -> None:
+    jobs = _lose_each([(loss, 2, _sum_until_it_fails) for loss in ("a cut cable", "a killed host")])
+    for rank, error in sum(jobs, []):
         if rank < 2:
             words = f"ranks 2, 3 on host {NAMES[1]} did not within {TIMEOUT_S:g} s, or ended before"
             assert words in error.text, error

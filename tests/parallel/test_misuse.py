@@ -171,7 +171,7 @@ def test_generate_must_be_asked_for_the_same() -> None:
 # Functions that only some ranks call.
 
 
-def _called_by_rank_0_only(function: str) -> float | None:
+def _called_by_rank_0_only(function: str, raised: Path) -> float | None:
     mesh = px.init_mesh(tp=2, timeout=2.0)
     model = parallel(TINY.model(), mesh)
     calls: dict[str, Callable[[], Any]] = {
@@ -183,14 +183,17 @@ def _called_by_rank_0_only(function: str) -> float | None:
     if dist.get_rank() == 0:
         with pytest.raises(px.CollectiveTimeout, match=r"rank 1 did not within 2 s"):
             calls[function]()
-        return time.monotonic() - start
-    time.sleep(5)
+        waited = time.monotonic() - start
+        raised.touch()
+        return waited
+    while not raised.exists() and time.monotonic() < start + 5:
+        time.sleep(0.05)
     return None
 
 
 @pytest.mark.parametrize("function", ["forward", "save_pretrained", "parallelize"])
-def test_a_call_that_only_one_rank_makes_names_the_absent(function: str) -> None:
-    waited, _ = pool(2).run(_called_by_rank_0_only, function)
+def test_a_call_that_only_one_rank_makes_names_the_absent(function: str, tmp_path: Path) -> None:
+    waited, _ = pool(2).run(_called_by_rank_0_only, function, tmp_path / "raised")
     assert waited < 2 + 2 + 1
 
 

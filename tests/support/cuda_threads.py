@@ -26,7 +26,7 @@ def compiled(text: str, folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     source.write_text(text)
     compiler = os.environ.get("CXX", "c++")
     include = [f"-I{csrc}", f"-isystem{TORCH_INCLUDE}"]
-    command = [compiler, "-shared", "-fPIC", "-O1", STANDARD, *include, source, "-o", library]
+    command = [compiler, "-shared", "-fPIC", "-O0", STANDARD, *include, source, "-o", library]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
