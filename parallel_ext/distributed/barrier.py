@@ -241,7 +241,11 @@ def join_job(backend: str, timeout: float) -> None:
     try:
         # As torch's env:// makes it, but without waiting for ranks that it could not name.
         store = dist.TCPStore(
-            *(address, port, size, rank == 0 and not by_agent, limit),
+            address,
+            port,
+            size,
+            rank == 0 and not by_agent,
+            limit,
             wait_for_workers=False,
             multi_tenant=True,
         )

@@ -97,7 +97,11 @@ def _fields(
     targets, how = shifted.reshape(-1), ops.LossOptions(reduction="none", logit_scale=scale)
     statistics_by = partial(
         ops.linear_vocab_cross_entropy_statistics,
-        *(hidden.flatten(0, -2), head.weight, targets, head.out_features, head.vocab_range),
+        hidden.flatten(0, -2),
+        head.weight,
+        targets,
+        head.out_features,
+        head.vocab_range,
         bias=head.bias,
         group=head.group,
     )

@@ -335,7 +335,7 @@ class SafetensorsFile:
         if not out.numel():
             return
         skips = self._record is None  # a hash is that of all bytes of a chunk
-        places = places_of(*(entry.dtype, entry.shape, entry.start, box, out.detach()), skips=skips)
+        places = places_of(entry.dtype, entry.shape, entry.start, box, out.detach(), skips=skips)
         (self._fill if later is None else later)(places)
 
     def _fill(self, places: Iterable[Place]) -> None:

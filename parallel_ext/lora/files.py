@@ -124,7 +124,10 @@ def save_pretrained(
     # As the ranks name it that join the save of another.
     save_directory = os.path.abspath(options.pop("save_directory"))
     call_together(
-        *(self, "save_pretrained", (save_directory,), options),
+        self,
+        "save_pretrained",
+        (save_directory,),
+        options,
         lambda: _save(plain, self, state, save_directory, options),
     )
 

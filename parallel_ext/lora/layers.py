@@ -334,7 +334,10 @@ class LoraVocabEmbedding(Adapted):
         """
         base = self.get_base_layer()
         return ops.vocab_embedding(
-            *(ids, table, base.num_embeddings, base.vocab_range[0]),
+            ids,
+            table,
+            base.num_embeddings,
+            base.vocab_range[0],
             padding_idx=base.padding_idx,
             **sum_of,
         )

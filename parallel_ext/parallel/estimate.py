@@ -199,18 +199,11 @@ class Planner:
             layout = layout_of(self._plain, self._spec, tp, ep)
             meshes = [PlannedMesh(world, tp, ep, rank) for rank in _unlike(layout, mesh, step)]
             models = [self._parallel(each, layout, step) for each in meshes]
-        batch = step.rows, step.tokens
-        runs = [
-            run_step(
-                *(model, self._spec.layers, *batch),
-                *(step.checkpointing, step.autocast, self._known),
-            )
-            for model in models
-        ]
-        held = Held(
-            *(self._spec, layout, tp, ep, world, step.dtype.itemsize, total - few),
-            *(runs[0].idle, runs[0].skipped),
-        )
+        of_step = step.rows, step.tokens, step.checkpointing, step.autocast, self._known
+        runs = [run_step(model, self._spec.layers, *of_step) for model in models]
+        idle, skipped = runs[0].idle, runs[0].skipped
+        sizes = tp, ep, world, step.dtype.itemsize, total - few
+        held = Held(self._spec, layout, *sizes, idle, skipped)
         if step.adapt is not None:
             held.add_adapter(models[0])
         states, ranks = STATES[step.optimizer], mesh.extremes()
@@ -228,7 +221,9 @@ class Planner:
             for rank in each.first_and_last()  # with the largest and the smallest parts of ZeRO
         ]
         return Estimate(
-            *(tp, ep, mesh.dp_size),
+            tp,
+            ep,
+            mesh.dp_size,
             weights=_range(weights.values()),
             gradients=_range(trained.values()),
             optimizer=_range(states * each for each in trained.values()),

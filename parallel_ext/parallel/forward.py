@@ -221,7 +221,11 @@ def _with_loss(
     if _compares_over_dp(model, state):
         compared = state.replicas_over_dp.now(model)
     loss = call.loss(
-        *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),
+        logits,
+        labels,
+        model.config.vocab_size,
+        state.vocab_range,
+        state.mesh,
         compared=compared,
         trained=_trained_over_dp(model, state),
         sums_over_dp=state.in_leaf,

@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
         rows, heads, tokens, _ = query.shape  # the heads of a token lie side by side
         output = query.new_empty((rows, tokens, heads, value.size(-1))).transpose(1, 2)
         ctx.save_for_backward(
-            *(query, key, value, output), query.new_empty(query.shape[:-1], dtype=torch.float32)
+            query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)
         )
         return output
 

@@ -157,7 +157,10 @@ def save_pretrained(
             _write_given(model, save_directory, max_shard_size, state_dict)
         return
     call_together(
-        *(model, "save_pretrained", (save_directory,), {"max_shard_size": max_shard_size}),
+        model,
+        "save_pretrained",
+        (save_directory,),
+        {"max_shard_size": max_shard_size},
         lambda: _write(model, save_directory, max_shard_size),
     )
 

@@ -231,7 +231,12 @@ class Replacer:
         self.put(
             path,
             VocabParallelEmbedding(
-                *(weight, layouts["weight"], old.padding_idx, self.mesh.tp, self.partials, tied),
+                weight,
+                layouts["weight"],
+                old.padding_idx,
+                self.mesh.tp,
+                self.partials,
+                tied,
                 scale,
             ),
         )

@@ -180,7 +180,7 @@ class TensorLayout:
         nameless = replace(self, name="")  # so that equal layouts of layers are computed once
         held = _shard_further(nameless, tuple(map(tuple, groups)))
         return TensorLayout(
-            *(self.name, self.shape, self.dim or 0, held), rows_of=nameless, sharers=len(groups[0])
+            self.name, self.shape, self.dim or 0, held, rows_of=nameless, sharers=len(groups[0])
         )
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:

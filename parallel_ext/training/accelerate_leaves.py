@@ -76,7 +76,9 @@ class LeafSteps:
         """
         state, accelerator = self._state, self._accelerator()
         require_equal(
-            *(state.mesh.control, "Accelerator", {"rows": rows}),
+            state.mesh.control,
+            "Accelerator",
+            {"rows": rows},
             noun="the batch's ",
             advice="give every dp rank as many",
         )

@@ -114,7 +114,9 @@ def leaves(
     state.mesh.control.run_on_all("leaves", check)
     compared = {"rows": rows, **{name: _digest(value) for name, value in items.items()}}
     require_equal(
-        *(state.mesh.control, "leaves", compared),
+        state.mesh.control,
+        "leaves",
+        compared,
         noun="the batch's ",
         advice="every rank passes those of the whole batch",
     )
