@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.parallel.state import own_state
+from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -46,6 +48,27 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     inside = beginnings_inside(module)
     tensors = (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module))
     return ((name, each) for name, each in tensors if not name.startswith(inside))
+
+
+class _TellLabels:
+    """A forward pre-hook of a model around a parallel decoder, which does not see the labels."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TellLabels:
+        """Tell the copy of the decoder."""
+        return type(self)(memo.get(id(self.decoder), self.decoder))
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        own_state(self.decoder).labels_around = kwargs.get("labels")
+
+
+def tell_labels(module: nn.Module) -> None:
+    """Let the decoders in a module compare its ``labels``, too, over the tp ranks."""
+    for path, model in parallel_parts(module).items():
+        if path and own_state(model).agreement is not None and is_decoder(model):
+            module.register_forward_pre_hook(_TellLabels(model), with_kwargs=True)
 
 
 def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name: str) -> None:

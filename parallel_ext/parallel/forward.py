@@ -284,6 +284,8 @@ def _compare_inputs(
     compared, grad = dict(arguments), torch.is_grad_enabled()
     if state.spec.head is None and "labels" in compared:  # they are no ids of tokens
         compared["labels of classes"] = compared.pop("labels")
+    if state.labels_around is not None:
+        compared["labels of the model around it"], state.labels_around = state.labels_around, None
     if call is not None and call.why_not is not None:
         compared["loss of logits, since"] = call.why_not
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"

@@ -29,6 +29,7 @@ from parallel_ext.parallel.beside import (
     layout_around,
     parallel_parts,
     parameters_beside,
+    tell_labels,
     tensors_beside,
     tied_beside,
 )
@@ -152,6 +153,7 @@ def from_pretrained(
         inner = mesh.control.run_on_all(op_name, lambda: _decoder_in(model))
         names = {} if inner is model else names_in_model(model, directory.shapes)
         parallelize(inner, mesh, **options)
+        tell_labels(model)
 
         spec, inside = state_of(model).spec, state_of(model).layout
         directory.rename(lambda name: names.get(name) or spec.from_image_files(name))

@@ -44,6 +44,7 @@ class ParallelState(nn.Module):
         vocab_sizes: number of ids of every tp rank.
         vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
+        labels_around: what the forward that runs around a decoder was given as labels.
         training_logits: whether training with labels returns logits.
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
@@ -87,6 +88,7 @@ class ParallelState(nn.Module):
         if self.invariant is not None:
             self.fused_loss = True  # of blocks of the vocabulary
         self.agreement: Agreement | None = None
+        self.labels_around: object = None
         if options.agreement and mesh.tp_size > 1:
             vocab_size = plan.vocab_ranges[-1][1]
             deferred = mesh.device.type != "cpu"

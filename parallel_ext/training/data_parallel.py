@@ -24,7 +24,7 @@ from parallel_ext.nn.stale_parameters import (
     refuse_gradient_hooks,
 )
 from parallel_ext.ops import Group
-from parallel_ext.parallel.beside import check_equal_beside, parameters_beside
+from parallel_ext.parallel.beside import check_equal_beside, parameters_beside, tell_labels
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
@@ -118,6 +118,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         leaves = state.leaf_sums is not None
         CalledAlone(own, state.spec.ends, state.spec.layers, mesh, leaves)
     state.zero = zero
+    tell_labels(model)
     average_beside(beside, mesh, state.partials, "data_parallel")
     return model
 

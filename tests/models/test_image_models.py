@@ -84,6 +84,20 @@ def test_an_embedding_that_a_class_calls_itself_is_refused_over_dp() -> None:
     pool(2).assert_raises(_over_dp, ALONE, words="calls embed_tokens_per_layer of its decoder")
 
 
+def _with_other_labels(kind: str) -> str:
+    mesh = LAYOUTS[0].mesh()
+    _, ours = parallel_pair(kind, mesh)
+    batch = image_batch(2, kind)
+    batch["labels"] = batch["labels"].roll(mesh.rank, 1)
+    return refusal(lambda: ours(**batch))
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma4"])  # whose class tells the decoder its labels
+def test_tp_ranks_with_other_labels_raise(kind: str) -> None:
+    for why in pool(2).run(_with_other_labels, kind):
+        assert "they differ in labels of the model around it (other values" in why
+
+
 def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
     """As ``_trained``, of a step in which the first half of the rows has no image."""
     mesh = layout.mesh()
