@@ -96,7 +96,11 @@ class AttentionNames:
 
         key = self.key if has(self.key) else None
         value = self.value if has(self.value) else key
-        return replace(self, key=key, value=value, head_norms=tuple(filter(has, self.head_norms)))
+        norms = tuple(filter(has, self.head_norms))
+        # Of all norms, or of none, but where there are no keys to normalise.
+        return replace(
+            self, key=key, value=value, head_norms=self.head_norms if norms and key else norms
+        )
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
