@@ -6,11 +6,13 @@ A new op needs an entry in :func:`opcheck_samples`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from reference_ops import counted_both_ways, on_ranks, own_range
+from reference_ops import BOTH_PATHS, aten_path, counted_both_ways, on_ranks, own_range
 from torch.autograd import forward_ad
 
 from parallel_ext.ops import (
@@ -566,6 +568,11 @@ def _as_tuple(returned: torch.Tensor | tuple) -> tuple:
     return returned if isinstance(returned, tuple) else (returned,)
 
 
+def _trained(values: Sequence[Any]) -> list[int]:
+    """Places of what requires a gradient."""
+    return [i for i, each in enumerate(values) if getattr(each, "requires_grad", False)]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in REGISTERED if "_backward" not in name])
 def test_op_whose_outputs_get_no_gradient_gives_none(name, size):
@@ -610,13 +617,86 @@ REFUSING = [
 ]
 
 
+DIFFERENTIABLE = sorted({*REFUSING, *LINEAR})
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+# Samples whose gradients are others on purpose: of a padding id none, of some weights scaled.
+NOT_THE_DERIVATIVE = {
+    *(("moe_lora_linear", 1), ("vocab_embedding", 1), ("vocab_embedding_of_tokens", 1))
+}
+HAS_ONE_BACKWARD = "block_linear_cross_entropy"  # and gradcheck makes several of one output
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != HAS_ONE_BACKWARD])
+def test_op_passes_gradcheck(name, aten):
+    """In fp64. What an op does on several ranks, its own tests compare with one process."""
+    checked = 0
+    for number, sample in enumerate(opcheck_samples(ALONE)[name]):
+        places = _trained(sample)
+        if not places or (name, number) in NOT_THE_DERIVATIVE:
+            continue
+        arguments = [each.detach().double() if _is_float(each) else each for each in sample]
+
+        def outputs(
+            *leaves: torch.Tensor, arguments: list[Any] = arguments, places: list[int] = places
+        ) -> tuple[torch.Tensor, ...]:
+            given = dict(zip(places, leaves, strict=True))
+            found = _op(name)(*(given.get(i, each) for i, each in enumerate(arguments)))
+            return tuple(each for each in _as_tuple(found) if each.requires_grad)
+
+        leaves = [arguments[i].requires_grad_() for i in places]
+        with aten_path(aten):
+            assert torch.autograd.gradcheck(outputs, leaves)
+            assert name not in LINEAR or torch.autograd.gradgradcheck(outputs, leaves)
+        checked += 1
+    assert checked
+
+
+def _gradients(name: str, sample: tuple, trained: Sequence[int]) -> list[torch.Tensor | None]:
+    """Gradients of the arguments at these places, where all others are frozen."""
+    copies = [
+        each.detach().requires_grad_(i in trained) if _is_float(each) else each
+        for i, each in enumerate(sample)
+    ]
+    outputs = _as_tuple(_op(name)(*copies))
+    sum(each.double().square().sum() for each in outputs if each.requires_grad).backward()
+    return [copies[i].grad for i in trained]
+
+
+def _frozen_in_turn(group: Group) -> None:
+    samples = opcheck_samples(group)
+    # With a frozen head the gradients are computed in another way.
+    for name in (name for name in DIFFERENTIABLE if name != "linear_vocab_cross_entropy"):
+        for number, sample in enumerate(samples[name]):
+            trained = _trained(sample)
+            if not trained:
+                continue
+            everything = dict(zip(trained, _gradients(name, sample, trained), strict=True))
+            for count in range(1, len(trained)):
+                for some in combinations(trained, count):
+                    for place, ours in zip(some, _gradients(name, sample, some), strict=True):
+                        theirs = everything[place]
+                        assert ours is theirs or torch.equal(ours, theirs), (name, number, some)
+
+
+@pytest.mark.parametrize(("size", "aten"), [(1, False), (1, True), (2, False)])
+def test_what_is_frozen_changes_no_other_gradient(size, aten):
+    """Not in a bit."""
+    on_ranks(size, _frozen_in_turn, aten=aten)
+
+
 @pytest.mark.parametrize("name", REFUSING)
 def test_a_second_derivative_is_refused_by_name(name):
     refused = 0
     for sample in opcheck_samples(ALONE)[name]:
         found = [each for each in _as_tuple(_op(name)(*sample)) if each.requires_grad]
         outputs = [each.float().square().sum() for each in found]
-        leaves = [each for each in sample if isinstance(each, torch.Tensor) and each.requires_grad]
+        leaves = [sample[i] for i in _trained(sample)]
         if outputs:
             with pytest.raises(NotImplementedError, match=f"{name}: second derivatives"):
                 torch.autograd.grad(outputs, leaves, create_graph=True)
@@ -636,7 +716,7 @@ def test_a_derivative_in_forward_mode_is_refused_by_name():
 
 def _doubled(name: str, sample: tuple, number: int, in_place: bool) -> list[torch.Tensor | None]:
     """Twice an output of an op, and the gradients of it and of the other ones."""
-    leaves = [each for each in sample if isinstance(each, torch.Tensor) and each.requires_grad]
+    leaves = [sample[i] for i in _trained(sample)]
     copies = [each * 1 if isinstance(each, torch.Tensor) else each for each in sample]
     outputs = [each for each in _as_tuple(_op(name)(*copies)) if each.requires_grad]
     own = outputs.pop(number)
@@ -646,9 +726,8 @@ def _doubled(name: str, sample: tuple, number: int, in_place: bool) -> list[torc
 
 
 def _changed_in_place(group: Group) -> None:
-    differentiable = sorted({*REFUSING, *LINEAR})
     for name, samples in opcheck_samples(group).items():
-        for sample in samples if name in differentiable else ():
+        for sample in samples if name in DIFFERENTIABLE else ():
             outputs = _as_tuple(_op(name)(*sample))
             for number in range(sum(each.requires_grad for each in outputs)):
                 plain, changed = (_doubled(name, sample, number, each) for each in (False, True))
@@ -660,3 +739,44 @@ def _changed_in_place(group: Group) -> None:
 def test_an_output_may_be_changed_in_place(size, aten):
     """Models scale embeddings and add to losses."""
     on_ranks(size, _changed_in_place, aten=aten)
+
+
+# Places of the arguments that autocast casts. Adapters keep their dtype.
+CAST: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("column_linear", "row_linear", "block_row_linear"), (0, 1, 2)),
+    **dict.fromkeys(("moe_linear", "moe_linear_on_device", "moe_lora_linear"), (0, 1)),
+    **dict.fromkeys(("block_linears", "block_linear_cross_entropy"), (0, 1, 2, 3)),
+    **dict.fromkeys(("block_experts", "block_bias"), (0, 1)),
+    "column_linears": (0, 1, 2, 3, 4, 5, 6),
+    "linear_vocab_cross_entropy": (0, 1, 2),
+    "lora_linear": (0, 1, 4),
+}
+
+
+def test_the_ops_that_autocast_casts_are_those_that_multiply():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for device in ("CPU", "CUDA"):
+        assert {n for n in REGISTERED if has_kernel(NAMESPACE + n, f"Autocast{device}")} == {*CAST}
+
+
+def _with_gradients(returned: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, and the gradients of their squares."""
+    outputs = _as_tuple(returned)
+    sums = [each.double().square().sum() for each in outputs if each.requires_grad]
+    return [*outputs, *(torch.autograd.grad(sum(sums), leaves) if sums else ())]
+
+
+@pytest.mark.parametrize("name", sorted(CAST))
+def test_under_autocast_an_op_has_the_bits_of_one_on_cast_tensors(name):
+    for sample in opcheck_samples(ALONE)[name]:
+        leaves = [sample[i] for i in _trained(sample)]
+        lower = list(sample)
+        for place in CAST[name]:
+            lower[place] = sample[place] if sample[place] is None else sample[place].bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            returned = _op(name)(*sample)
+        found = _with_gradients(returned, leaves)
+        expected = _with_gradients(_op(name)(*lower), leaves)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
