@@ -20,6 +20,8 @@ from ranks import pool
 import parallel_ext as px
 
 NEVER = 10**9
+QUICK_DISK = mock.patch.object(os, "fsync", mock.Mock())
+"""What was written outlives a process, durable or not."""
 NEW = 30  # the number of the values that the save in question writes as step 3
 
 
@@ -67,11 +69,6 @@ def _check_then_go_on(job: SmallJob, root: Path, used: bool, case: str) -> tuple
     return found
 
 
-def quick_disk() -> Any:
-    """What was written outlives a process, durable or not."""
-    return mock.patch.object(os, "fsync", return_value=None)
-
-
 def _save(job: SmallJob, root: Path) -> None:
     job.save(root, 3, NEW, keep_last=2)
 
@@ -85,6 +82,7 @@ def different(operations: list[str]) -> list[tuple[int, str]]:
     ]
 
 
+@QUICK_DISK
 def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
     """One process saves step 3; the fault hits each operation in turn. Counts what was found."""
     job = SmallJob(px.init_mesh())
@@ -128,11 +126,6 @@ def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
     return outcomes
 
 
-def _crash_quickly(*args: Any) -> dict[str, Any]:
-    with quick_disk():
-        return _crash_everywhere(*args)
-
-
 @pytest.mark.parametrize(
     ("fault", "used"),
     [
@@ -142,7 +135,7 @@ def _crash_quickly(*args: Any) -> dict[str, Any]:
     ],
 )
 def test_the_last_or_the_new_checkpoint_is_whole(fault: str, used: bool, tmp_path: Path) -> None:
-    (outcomes,) = pool(1).run(_crash_quickly, tmp_path, fault, used)
+    (outcomes,) = pool(1).run(_crash_everywhere, tmp_path, fault, used)
     assert outcomes["old"] > 30
     assert outcomes["new"] >= 3
     assert {"write", "sync", "sync_path", "rename", "remove"} <= set(outcomes["operations"])
@@ -163,6 +156,7 @@ def model_of(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: entries.get(name) for name in names}
 
 
+@QUICK_DISK
 def _kill_everywhere(folder: Path) -> int:
     """Kill ``save_pretrained`` at each operation in turn; return how many there are."""
     job = SmallJob(px.init_mesh())
@@ -192,13 +186,8 @@ def _kill_everywhere(folder: Path) -> int:
     return len(kills)
 
 
-def _kill_everywhere_quickly(folder: Path) -> int:
-    with quick_disk():
-        return _kill_everywhere(folder)
-
-
 def test_a_killed_save_pretrained_leaves_a_whole_model(tmp_path: Path) -> None:
-    (kills,) = pool(1).run(_kill_everywhere_quickly, tmp_path)
+    (kills,) = pool(1).run(_kill_everywhere, tmp_path)
     assert kills > 15
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from disk_faults import SmallJob, at_operation, broken, full, kill
 from ranks import Raised, Ranks, pool
-from test_crashes import NEVER, different, quick_disk
+from test_crashes import NEVER, QUICK_DISK, different
 
 import parallel_ext as px
 
@@ -29,6 +29,7 @@ def _operations(template: Path, root: Path) -> list[str]:
     return list(operations)
 
 
+@QUICK_DISK
 def _fail_everywhere(root: Path) -> list[int]:
     """The disk of a rank fails in each of its operations in turn; the last step after each."""
     mesh = px.init_mesh(tp=2)
@@ -68,13 +69,8 @@ def _fail_everywhere(root: Path) -> list[int]:
     return found
 
 
-def _fail_quickly(root: Path) -> list[int]:
-    with quick_disk():
-        return _fail_everywhere(root)
-
-
 def test_both_ranks_raise_what_the_disk_of_one_raises(tmp_path: Path) -> None:
-    first, second = pool(2).run(_fail_quickly, tmp_path)
+    first, second = pool(2).run(_fail_everywhere, tmp_path)
     assert first == second
     assert len(first) > 50
     assert 4 < first[-1] < 20
@@ -85,7 +81,7 @@ def _save_and_die(lost: int, number: int, root: Path) -> None:
     job = SmallJob(px.init_mesh(tp=2, timeout=TIMEOUT_S))
     begin = time.monotonic()
     try:
-        with quick_disk(), at_operation(number if job.mesh.rank == lost else NEVER, kill):
+        with QUICK_DISK, at_operation(number if job.mesh.rank == lost else NEVER, kill):
             job.save(root, 3, 3, keep_last=2)
     except px.CollectiveTimeout as error:
         raise px.CollectiveTimeout(f"{error} [{time.monotonic() - begin:.1f} s]") from error

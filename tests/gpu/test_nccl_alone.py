@@ -42,7 +42,7 @@ print("done", losses[0] > losses[2])
 OPS = """
 import sys, torch, torch.distributed as dist
 from on_device import assert_as_in_fp64, device_path
-from test_every_op import REGISTERED, opcheck_samples
+from op_samples import REGISTERED, samples_of
 from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group
 
@@ -51,7 +51,7 @@ dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 samples = []
 for group in (Group(dist.group.WORLD.group_name, 1, 0), ALONE):
     torch.manual_seed(0)
-    samples.append(opcheck_samples(group))
+    samples.append({name: samples_of(name, group) for name in REGISTERED})
 _C.reset_collective_counts()
 with device_path(device):
     for name in REGISTERED:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from on_device import CPU, assert_as_in_fp64, rounded
+from op_samples import REGISTERED, samples_of
 from reference_ops import ALL_DTYPES, TOLERANCE, aten_path, relative_error
-from test_every_op import REGISTERED, opcheck_samples
 from test_vocab_sample import FILTERS
 
 from parallel_ext import ops
@@ -18,7 +18,7 @@ from parallel_ext import ops
 @pytest.mark.parametrize("name", REGISTERED)
 def test_an_op_is_that_of_the_cpu_in_fp64(name: str, device: torch.device) -> None:
     op = getattr(torch.ops.parallel_ext, name)
-    for sample in opcheck_samples(ops.ALONE)[name]:
+    for sample in samples_of(name, ops.ALONE):
         assert_as_in_fp64(op, sample, device)
 
 

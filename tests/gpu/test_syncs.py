@@ -25,9 +25,9 @@ if __name__ == "__main__":
     sys.path[:0] = [str(each) for each in Path(__file__).parents[1].iterdir() if each.is_dir()]
 
 from on_device import CPU, device_path, placed
+from op_samples import REGISTERED, samples_of
 from reference import Tiny, parallel
 from reference_mixtral import TinyMixtral, batches
-from test_every_op import REGISTERED, opcheck_samples
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
@@ -87,7 +87,7 @@ def _measured(function: Callable[[], Any]) -> dict[str, int]:
 def _op(name: str, device: torch.device) -> Callable[[], Any]:
     """The op's usual call, without its backward."""
     torch.manual_seed(0)
-    sample = tree_map(lambda each: placed(each, device), opcheck_samples(ops.ALONE)[name][0])
+    sample = tree_map(lambda each: placed(each, device), samples_of(name, ops.ALONE)[0])
     return lambda: getattr(torch.ops.parallel_ext, name)(*sample)
 
 

@@ -45,6 +45,7 @@ class Spread:
 TP = (Spread(),)
 DATA_PARALLEL = (Spread(1, 2, 2), Spread(1, 2, 3), Spread(2, 2, 3))
 EVERYWHERE = TP + DATA_PARALLEL
+ONCE_A_STAGE = (*TP, Spread(1, 2, 2), Spread(2, 2, 3))  # of cases that take seconds
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,20 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
         raise AssertionError(f"{ours} is not {theirs}")
 
 
-def each_refused(*calls: Any) -> None:
+def expect(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    """Raise unless a call raises an error with these words."""
+    try:
+        call()
+    except error as raised:
+        close(words in str(raised), True)
+    else:
+        raise AssertionError(f"no error says {words!r}")
+
+
+def each_refused(*calls: Callable[[], Any]) -> None:
     """Every one of some calls raises; the error is that of the last."""
     for call in calls[:-1]:
-        try:
-            call()
-        except NotImplementedError as error:
-            close("not supported on a parallel model" in str(error), True)
-        else:
-            raise AssertionError("a call was not refused")
+        expect(NotImplementedError, "not supported on a parallel model", call)
     calls[-1]()
 
 

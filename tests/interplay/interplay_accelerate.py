@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,18 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
-from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused, step
+from interplay import (
+    EVERYWHERE,
+    TP,
+    Spread,
+    Trial,
+    close,
+    each_refused,
+    exact,
+    expect,
+    refused,
+    step,
+)
 from reference import parallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -157,12 +169,8 @@ def prepare_apart(trial: Trial) -> None:
 def prepare_sharded_again(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
         accelerator.state.parallelism_config = accelerate.ParallelismConfig(dp_replicate_size=2)
-        try:
-            accelerator.prepare(trial.model)
-        except ValueError as error:
-            close("tp_size=1 and 2 data parallel ranks" in str(error), True)
-        else:
-            raise AssertionError("another layout was not refused")
+        words = "tp_size=1 and 2 data parallel ranks"
+        expect(ValueError, words, lambda: accelerator.prepare(trial.model))
         accelerator.state.parallelism_config = accelerate.ParallelismConfig(tp_size=2)
         close(accelerator.prepare_model(trial.model) is trial.model, True)
         accelerator.state.distributed_type = accelerate.DistributedType.FSDP
@@ -173,12 +181,8 @@ def prepare_sharded_again(trial: Trial) -> None:
 def prepare_unseen(trial: Trial) -> None:
     close(trial.model.training, True)
     accelerator = Accelerator(cpu=True)
-    try:
-        accelerator.prepare(DataLoader(torch.arange(8)))
-    except ValueError as error:
-        close("but the mesh has 2 ranks" in str(error), True)
-    else:
-        raise AssertionError("a data loader was not refused")
+    loader = DataLoader(torch.arange(8))
+    expect(ValueError, "but the mesh has 2 ranks", lambda: accelerator.prepare(loader))
     try:
         accelerator.prepare(trial.model)
     finally:
@@ -244,14 +248,11 @@ def unequal_numbers(trial: Trial) -> None:
             close(len(list(equal)), 2 if split else 1)
             dropping = DataLoader(torch.arange(rows), 4, drop_last=True)
             close(len(list(accelerator.prepare(dropping))), 1)
-            try:
-                accelerator.prepare(DataLoader(torch.arange(rows), 4))
-            except ValueError as error:
-                if not split:
-                    raise
-                close("of the 2 batches" in str(error), True)
+            unequal = DataLoader(torch.arange(rows), 4)
+            if split:
+                expect(ValueError, "of the 2 batches", partial(accelerator.prepare, unequal))
             else:
-                raise AssertionError("unequal numbers of batches were not refused")
+                accelerator.prepare(unequal)
 
 
 @exact(

@@ -80,7 +80,7 @@ def _results(path: Path) -> torch.Tensor:
     return torch.tensor([[float(word) for word in line.split()] for line in path.open()])
 
 
-def _run(folder: Path, *command: str) -> None:
+def _run(folder: Path, *command: Any) -> None:
     finished(run_forked(command, cwd=folder))
 
 
@@ -93,7 +93,7 @@ def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(SCRIPT)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    _run(tmp_path, sys.executable, str(script), str(directory), "one")
+    _run(tmp_path, sys.executable, script, directory, "one")
     plain = _results(tmp_path / "results-plain")
     assert len(plain) == 6
     command = [*LAUNCHER, "--tp=2", str(script), str(directory), "two"]
@@ -166,6 +166,15 @@ OF_SEQUENCES = {
 }
 
 
+def _logs_of_both(folder: Path, text: str, tp: int) -> list[list[dict[str, float]]]:
+    """What a script logs in one process, and on two ranks; it is given model, output and rows."""
+    script, directory = folder / "script.py", folder / "model"
+    script.write_text(text)
+    _run(folder, sys.executable, script, directory, folder / "one", 4)
+    _run(folder, *LAUNCHER, f"--tp={tp}", script, directory, folder / "two", 2 * tp)
+    return [_logged(folder / out) for out in ("one", "two")]
+
+
 def _changed(text: str, changes: dict[str, str]) -> str:
     for part, another in changes.items():
         assert part in text
@@ -178,7 +187,7 @@ def test_a_seq2seq_trainer_is_refused_on_dp_ranks(tmp_path: Path) -> None:
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(_changed(TRAINED, OF_SEQUENCES))
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    command = [*LAUNCHER, "--tp=1", str(script), str(directory), str(tmp_path / "out"), "2"]
+    command = [*LAUNCHER, "--tp=1", script, directory, tmp_path / "out", 2]
     done = run_forked(command, cwd=tmp_path)
     assert "OwnTrainer: transformers' Seq2SeqTrainer is not supported at dp=2" in done.stderr
 
@@ -192,13 +201,8 @@ def test_a_seq2seq_trainer_is_refused_on_dp_ranks(tmp_path: Path) -> None:
 def test_an_unchanged_script_with_a_trainer_equals_one_process(
     tmp_path: Path, tp: int, changes: dict[str, str]
 ) -> None:
-    script, directory = tmp_path / "script.py", tmp_path / "model"
-    script.write_text(_changed(TRAINED, changes))
-    Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    _run(tmp_path, sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
-    own = [f"--tp={tp}", str(script), str(directory), str(tmp_path / "two"), str(2 * tp)]
-    _run(tmp_path, *LAUNCHER, *own)
-    plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path / "model")
+    plain, found = _logs_of_both(tmp_path, _changed(TRAINED, changes), tp)
     assert len(found) == len(plain) == 5
     for entry, of_plain in zip(found, plain, strict=True):
         assert entry["own"] == 1.0
@@ -314,13 +318,8 @@ def test_a_trl_that_is_imported_after_the_model_was_loaded_equals_one_process(
     tmp_path: Path,
 ) -> None:
     """As ``import trl`` at the top of a script does, which imports the rest when it is used."""
-    script, directory = tmp_path / "script.py", tmp_path / "model"
-    script.write_text(AFTERWARDS)
-    _with_tokenizer(directory)
-    _run(tmp_path, sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
-    own = ["--tp=2", str(script), str(directory), str(tmp_path / "two"), "4"]
-    _run(tmp_path, *LAUNCHER, *own)
-    plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
+    _with_tokenizer(tmp_path / "model")
+    plain, found = _logs_of_both(tmp_path, AFTERWARDS, 2)
     assert len(found) == len(plain) == 3
     for entry, of_plain in zip(found, plain, strict=True):
         assert entry == pytest.approx(of_plain, rel=1e-4)
@@ -452,10 +451,10 @@ def test_a_script_with_an_accelerator_equals_one_process(
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(WITH_ACCELERATE)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    _run(tmp_path, sys.executable, str(script), str(directory), "4", first)
+    _run(tmp_path, sys.executable, script, directory, 4, first)
     plain = _results(tmp_path / "results-plain")
     assert len(plain) == 6
-    _run(tmp_path, *LAUNCHER, f"--tp={tp}", str(script), str(directory), str(2 * tp), first)
+    _run(tmp_path, *LAUNCHER, f"--tp={tp}", script, directory, 2 * tp, first)
     for rank in (0, 1):
         found = _results(tmp_path / f"results-{rank}")
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)

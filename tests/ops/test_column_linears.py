@@ -9,15 +9,10 @@ import pytest
 import torch
 from reference_ops import (
     ALL_DTYPES,
-    TOLERANCE,
     assert_refused,
     on_ranks,
-    relative_error,
-    share_of,
-    sizes_of,
 )
 from torch import ones
-from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from parallel_ext.ops import (
@@ -25,7 +20,6 @@ from parallel_ext.ops import (
     column_linear,
     column_linears,
     copy_to_region,
-    gather_from_region,
 )
 
 FP64 = torch.float64
@@ -43,10 +37,6 @@ def _separate(group: Group) -> Layers:
         return [column_linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
 
     return layers
-
-
-def _of_torch(input: torch.Tensor, weights: Tensors, biases: Tensors) -> list[torch.Tensor]:
-    return [functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def _together(group: Group) -> Layers:
@@ -124,26 +114,6 @@ def test_the_bits_depend_on_the_order_of_the_layers() -> None:
     assert on_ranks(1, _bits_of_another_order) == [False]
 
 
-def _gradcheck(group: Group) -> None:
-    """Replicated input, weights and bias of which each rank takes its share."""
-
-    def layers(x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first, second, bias = (share_of(each, 0, group) for each in rest)
-        outputs = column_linears(x, [first, second], [None, bias], group=group)
-        sizes = (sizes_of(len(each), group) for each in (rest[0], rest[1]))
-        return tuple(map(gather_from_region, outputs, sizes, [group] * 2))
-
-    shapes = ((2, 2, 3), (3, 3), (5, 3), (5,))
-    assert torch.autograd.gradcheck(
-        layers, [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes]
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_layers_pass_gradcheck(size: int) -> None:
-    on_ranks(size, _gradcheck)
-
-
 def _events_of(function: Callable[[], object]) -> list[str]:
     """Products, additions and exchanges that a profiler shows, in order."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -215,19 +185,6 @@ def _unused(group: Group) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_product_that_is_not_read_adds_nothing(size: int) -> None:
     assert on_ranks(size, _unused) == [True] * size
-
-
-@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, FP64], ids=str)
-def test_autocast_gives_the_dtypes_of_torchs_linear(dtype: torch.dtype, lower: torch.dtype) -> None:
-    tensors = _tensors((2, 3), 7, (5, 3), dtype)
-    grads = [torch.ones(2, 3, size, dtype=dtype) for size in (5, 3)]
-    with torch.autocast("cpu", dtype=lower):
-        expected = _with_gradients(_of_torch, *tensors, grads)
-        actual = _with_gradients(column_linears, *tensors, grads)
-    for name, value in actual.items():
-        assert value.dtype == expected[name].dtype, name
-        assert relative_error(value, expected[name]) <= TOLERANCE[lower], name
 
 
 REFUSALS = {

@@ -16,8 +16,6 @@ from reference_ops import (
     grad_outputs,
     on_ranks,
     relative_error,
-    share_of,
-    sizes_of,
     with_gradients,
     worst,
 )
@@ -26,7 +24,6 @@ from torch.nn import functional
 from parallel_ext.ops import (
     Group,
     column_linear,
-    gather_from_region,
     row_linear,
     vocab_cross_entropy,
 )
@@ -122,30 +119,6 @@ def test_linear_comparison_notices_broken_layers(kind):
         assert worst(on_ranks(2, _mutated_errors, kind, mutation))[0] > NOTICED, mutation
 
 
-def _gradcheck(group: Group, kind: str) -> None:
-    """Replicated input, weight and bias of which each rank takes its share."""
-    sizes = sizes_of(3, group)
-
-    def column(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        shard = column_linear(x, share_of(w, 0, group), share_of(b, 0, group), group=group)
-        return gather_from_region(shard, sizes, group)
-
-    def row(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return row_linear(share_of(x, 2, group), share_of(w, 1, group), b, group=group)
-
-    shapes = ((2, 2, 3), (3, 3), (3,))
-    assert torch.autograd.gradcheck(
-        column if kind == "column" else row,
-        [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes],
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@COLUMN_AND_ROW
-def test_linear_passes_gradcheck(kind, size):
-    on_ranks(size, _gradcheck, kind)
-
-
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("out_features", [5, 0])
 def test_column_linear_lays_rows_as_far_apart_as_asked(tokens, out_features):
@@ -226,29 +199,18 @@ def test_autocast_sends_half_the_bytes():
 FROZEN = {"input": 0, "weight": 1, "bias": 2}
 
 
-def _gradients_beside_a_frozen_tensor(
-    group: Group, kind: str, frozen: str
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Errors of the remaining gradients, and the collectives of the backward."""
+def _sums_beside_a_frozen_tensor(group: Group, kind: str, frozen: str) -> int:
+    """How many sums over the ranks a backward takes."""
     op = column_linear if kind == "column" else row_linear
     tensors = _linear_tensors((3,), 4, 4, FP64)
-    everything = with_gradients(lambda *args: op(*args, group=group), tensors, torch.ones(3, 4))
-    for name, tensor in zip(FROZEN, tensors, strict=True):
-        tensor.requires_grad_(name != frozen)
-    output = op(*tensors, group=group)
-    _, counts = counted(output.sum().backward)
-    assert tensors[FROZEN[frozen]].grad is None
-    return {
-        name: relative_error(tensor.grad, expected)
-        for name, tensor, expected in zip(FROZEN, tensors, everything[1:], strict=True)
-        if name != frozen
-    }, counts
+    for place, tensor in enumerate(tensors):
+        tensor.requires_grad_(place != FROZEN[frozen])
+    _, counts = counted(op(*tensors, group=group).sum().backward)
+    return counts.get("all_reduce", 0)
 
 
 @COLUMN_AND_ROW
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_a_frozen_tensor_costs_nothing_and_changes_no_other_gradient(kind, frozen):
-    errors, counts = zip(*on_ranks(2, _gradients_beside_a_frozen_tensor, kind, frozen), strict=True)
-    assert worst(errors)[0] <= TOLERANCE[FP64]
-    sums_the_input_gradient = kind == "column" and frozen != "input"
-    assert [count.get("all_reduce", 0) for count in counts] == [int(sums_the_input_gradient)] * 2
+def test_a_backward_sums_the_gradient_of_a_columns_input_alone(kind, frozen):
+    sums = int(kind == "column" and frozen != "input")
+    assert on_ranks(2, _sums_beside_a_frozen_tensor, kind, frozen) == [sums] * 2

@@ -18,17 +18,14 @@ from reference_ops import (
     doubles,
     grad_outputs,
     on_ranks,
-    own_range,
     relative_error,
-    share_of,
-    sizes_of,
     threads,
     with_gradients,
     worst,
 )
 from torch.nn import functional
 
-from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
+from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, lora_linear
 from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
@@ -299,49 +296,6 @@ def test_dropout_does_not_depend_on_the_threads():
     assert torch.allclose(results[1], results[3]), "the gradient of A"
 
 
-def _gradcheck(group: Group, kind: str) -> None:
-    sizes = sizes_of(3, group)
-
-    def column(x, w, a, b, bias):
-        cut = (share_of(each, 0, group) for each in (w, b, bias))
-        w, b, bias = cut
-        x, a = copy_to_region(x, group), copy_to_region(a, group)
-        output = lora_linear(x, w, a, b, bias, scale=SCALE, dropout=DROPOUT)
-        return gather_from_region(output, sizes, group)
-
-    def row(x, w, a, b, bias):
-        x, w, a = (share_of(each, each.dim() - 1, group) for each in (x, w, a))
-        part = DROPOUT._replace(feature=own_range(3, group)[0])
-        b = copy_to_region(b, group)
-        return lora_linear(x, w, a, b, bias, scale=SCALE, dropout=part, group=group)
-
-    shapes = ((2, 2, 3), (3, 3), (2, 3), (3, 2), (3,))
-    assert torch.autograd.gradcheck(
-        column if kind == "column" else row,
-        [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes],
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@KINDS
-def test_layer_passes_gradcheck(kind, size):
-    on_ranks(size, _gradcheck, kind)
-
-
-@pytest.mark.parametrize("frozen", range(5), ids=NAMES[1:].__getitem__)
-def test_a_frozen_tensor_gets_no_gradient_and_changes_no_other(frozen):
-    tensors = _tensors((3,), (4, 5, 2), FP64, FP64)
-    everything = with_gradients(lambda *t: lora_linear(*t), tensors, torch.ones(3, 5))[1:]
-    for index, tensor in enumerate(tensors):
-        tensor.requires_grad_(index != frozen)
-    lora_linear(*tensors).sum().backward()
-    for index, tensor in enumerate(tensors):
-        if index == frozen:
-            assert tensor.grad is None
-        else:
-            assert relative_error(tensor.grad, everything[index]) <= TOLERANCE[FP64]
-
-
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
 def test_only_the_input_and_the_small_product_are_kept_for_backward(dropout):
     x, w, a, b, bias = _tensors((6,), (8, 9, 2), FP64, FP64)
@@ -354,16 +308,3 @@ def test_only_the_input_and_the_small_product_are_kept_for_backward(dropout):
     own = [t for t in kept if t.data_ptr() not in places]
     assert [tuple(t.shape) for t in own] == [(2, 6)]
     assert len(kept) == 5
-
-
-def test_autocast_computes_in_the_lower_precision_and_keeps_fp32_gradients():
-    tensors = [t.requires_grad_() for t in _tensors((3,), (8, 5, 2), torch.float32, torch.float32)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = lora_linear(*tensors, scale=SCALE)
-    assert output.dtype == torch.bfloat16
-    output.float().square().sum().backward()
-    expected = doubles([t.detach() for t in tensors])
-    truth = with_gradients(_plain, expected, 2 * _plain(*expected))
-    for tensor, wanted in zip(tensors, truth[1:], strict=True):
-        assert tensor.grad.dtype == torch.float32
-        assert relative_error(tensor.grad, wanted) <= 2 * TOLERANCE[torch.bfloat16]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_every_op import IN_GRAPHS_OF_OTHERS, REGISTERED, opcheck_samples
+from op_samples import samples_of
+from test_every_op import PUBLIC
 
 from parallel_ext import ops
 from parallel_ext.ops import ExchangePlan
@@ -56,16 +57,16 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "moe_router_backward": [
         (
-            "ValueError: grad_weights must have the shape [4, 2], got [3, 2]",
+            "ValueError: grad_weights must have the shape [5, 2], got [3, 2]",
             {"grad_weights": ONES(3, 2)},
         ),
         (
             "TypeError: grad_weights must be Float for logits in Float, got Double",
-            {"grad_weights": ONES(4, 2).double()},
+            {"grad_weights": ONES(5, 2).double()},
         ),
         (
-            "IndexError: choice 0 of token 0 is expert 5, outside of [0, 5)",
-            {"expert_ids": torch.full((4, 2), 5)},
+            "IndexError: choice 0 of token 0 is expert 6, outside of [0, 6)",
+            {"expert_ids": torch.full((5, 2), 6)},
         ),
     ],
     "moe_take_tokens": [
@@ -421,7 +422,7 @@ def _assert_refused(call: Callable[[], Any], name: str, words: str) -> None:
 def test_changed_arguments_are_refused_by_the_name_of_the_op(name, words, change):
     op = getattr(INTERNAL, name).default
     names = [each.name for each in op._schema.arguments]
-    usual = dict(zip(names, opcheck_samples(ops.ALONE)[name][0], strict=False))
+    usual = dict(zip(names, samples_of(name, ops.ALONE)[0], strict=False))
     assert change.keys() <= usual.keys()
     arguments = {**usual, **change}
     public = name.partition("_backward")[0].removesuffix("_frozen")
@@ -527,9 +528,6 @@ def test_arguments_are_refused_in_words_and_at_once(case):
     _assert_refused(call, "", words)
 
 
-PUBLIC = [name for name in REGISTERED if not IN_GRAPHS_OF_OTHERS.fullmatch(name)]
-
-
 def _others(value: torch.Tensor, is_first: bool, any_type: bool) -> dict[str, torch.Tensor]:
     """What a tensor may not be, by words of the error."""
     others = {"dense tensor": value.to_sparse()}
@@ -544,7 +542,7 @@ def test_a_tensor_of_another_kind_is_refused_by_name(name):
     """Of another layout, type or device; another number of dimensions may also be taken."""
     known_as = re.sub("_of_tokens$|_on_device$", "", name)
     op, by = getattr(INTERNAL, name), f"^({known_as}|gather_tokens): "
-    for sample in opcheck_samples(ops.ALONE)[name]:
+    for sample in samples_of(name, ops.ALONE):
         sample = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample]
         tensors = [place for place, each in enumerate(sample) if isinstance(each, torch.Tensor)]
         for place in tensors:

@@ -21,7 +21,6 @@ from reference_ops import (
     on_ranks,
     own_range,
     relative_error,
-    share_of,
     sizes_of,
     with_gradients,
     worst,
@@ -172,26 +171,6 @@ def test_mlp_of_uneven_shards_equals_the_unsharded_mlp(size):
 @pytest.mark.parametrize("borders", ["no sum in forward", "no sum in backward"])
 def test_the_mlp_comparison_notices(borders):
     assert worst(on_ranks(2, _mlp_errors, borders))[0] > NOTICED
-
-
-def _gradcheck(group: Group) -> None:
-    """All inputs and outputs replicated, every rank with a share of the columns and a scale."""
-    sizes = sizes_of(5, group)
-
-    def region(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = (copy_to_region(x, group)[:, :1] * share_of(w, 1, group)).sin()
-        total = reduce_from_region(hidden.sum(1) * (group.rank + 1), group)
-        return total, gather_from_region(hidden, sizes, group)
-
-    shapes = ((3, 2), (3, 5))
-    assert torch.autograd.gradcheck(
-        region, [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes]
-    )
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_region_passes_gradcheck(size):
-    on_ranks(size, _gradcheck)
 
 
 REFUSALS = {

@@ -20,7 +20,6 @@ from reference_ops import (
     grad_outputs,
     on_ranks,
     relative_error,
-    share_of,
     sizes_of,
     with_gradients,
     worst,
@@ -152,27 +151,6 @@ def _broken(group: Group, broken: str) -> dict[str, float]:
 def test_the_comparison_notices(broken: str) -> None:
     assert worst(on_ranks(2, _broken, "none"))[0] <= TOLERANCE[FP64]
     assert worst(on_ranks(2, _broken, broken))[0] >= NOTICED
-
-
-def _gradchecked(group: Group) -> bool:
-    full, sizes = torch.randn(2, 3, 2, dtype=FP64, requires_grad=True), sizes_of(3, group)
-
-    def sums(x: torch.Tensor) -> torch.Tensor:
-        own = share_of(x, 1, group)
-        return sum_tokens(gather_tokens(own, sizes, group).sin() / group.size, sizes, group)
-
-    def taken(x: torch.Tensor) -> torch.Tensor:
-        own = take_tokens(x, sizes, group)
-        return gather_tokens(own.sin(), sizes, group, partial_gradient=False)
-
-    alone = group.size > 1 or torch.autograd.gradcheck(sums, full)
-    checked = torch.autograd.gradcheck(taken, full)
-    return alone and checked and torch.autograd.gradgradcheck(taken, full)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_are_those_of_finite_differences(size: int) -> None:
-    assert all(on_ranks(size, _gradchecked))
 
 
 def _sent(group: Group) -> list[dict[str, int]]:

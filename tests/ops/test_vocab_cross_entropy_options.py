@@ -32,7 +32,6 @@ from reference_ops import (
     on_ranks,
     own_range,
     relative_error,
-    share_of,
     worst,
 )
 
@@ -206,30 +205,3 @@ def test_ties_go_to_the_lowest_id(size, aten):
     logits[5, [4000, 8000]] = INF
     ids = on_ranks(size, _argmax_of, logits, aten=aten)
     assert ids == [[70, 8000, 0, 0, 5000, 4000]] * size
-
-
-def _gradcheck(group: Group, name: str, reduction: str) -> None:
-    """Replicated logits of which each rank takes its columns."""
-    labels = torch.tensor([4, IGNORED, 0, 2])
-    logits = torch.randn(4, 5, dtype=FP64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda logits: vocab_cross_entropy_statistics(
-            share_of(logits, 1, group),
-            labels,
-            5,
-            own_range(5, group),
-            log_sum_exp=True,
-            entropy=True,
-            options=LossOptions(reduction=reduction, **options_named(name, 5)),
-            group=group,
-        )[:3],
-        [logits],
-    )
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["none", "all"])
-def test_options_and_statistics_pass_gradcheck(name, size, aten):
-    for reduction in ("none", "sum", "mean"):
-        on_ranks(size, _gradcheck, name, reduction, aten=aten)

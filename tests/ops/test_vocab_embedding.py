@@ -17,8 +17,6 @@ from reference_ops import (
     errors_of_embedding,
     grad_outputs,
     on_ranks,
-    own_range,
-    share_of,
     threads,
     with_gradients,
     worst,
@@ -147,22 +145,6 @@ def test_the_gradient_has_the_same_bits_for_any_number_of_threads():
             )
             bits.add(b"".join(map(data_bytes, results)))
     assert len(bits) == 1
-
-
-def _gradcheck(group: Group) -> None:
-    """A replicated table of which each rank takes its rows."""
-    ids, start = torch.tensor([[0, 4, 4], [2, 1, 0]]), own_range(5, group)[0]
-    table = torch.randn(5, 2, dtype=FP64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda table: vocab_embedding(ids, share_of(table, 0, group), 5, start, group=group),
-        [table],
-    )
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2])
-def test_embedding_passes_gradcheck(size, aten):
-    on_ranks(size, _gradcheck, aten=aten)
 
 
 def _lookup(

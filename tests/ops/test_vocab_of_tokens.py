@@ -210,14 +210,6 @@ def test_the_comparison_notices_swapped_tokens() -> None:
     assert worst(errors)[0] >= NOTICED
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    ids = torch.tensor([[6, 0, 6], [2, 1, 0]])
-    table = torch.randn(VOCAB, 2, dtype=FP64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda each: vocab_embedding(ids, each, VOCAB, 0, tokens=[3]), table
-    )
-
-
 def _embed(ids: torch.Tensor, tokens: list[int], group: Group) -> torch.Tensor:
     start, stop = own_range(VOCAB, group)
     return vocab_embedding(

@@ -230,12 +230,15 @@ def test_own_tokens_save_a_mixture_what_was_planned(ep: int, checkpointing: bool
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("r", [None, 4])
-@pytest.mark.parametrize("own", [False, True], ids=["", "own tokens"])
-def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None, own: bool) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"sequence_parallel": True}, {"dtype": torch.float32, "autocast": torch.bfloat16}]
+)
+def test_few_layers_tell_of_many(
+    kind: str, checkpointing: bool, r: int | None, how: dict[str, Any]
+) -> None:
     config = config_of(kind)
     config.num_hidden_layers = 5
-    options = {"checkpointing": checkpointing, "sequence_parallel": own}
-    step = Step(rows=2, tokens=64, adapt=adapter(r), **options)
+    step = Step(rows=2, tokens=64, adapt=adapter(r), checkpointing=checkpointing, **how)
     assert_few_layers_tell_of_many(config, step)
 
 

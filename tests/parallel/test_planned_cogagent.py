@@ -89,6 +89,7 @@ def test_a_step_holds_and_sends_what_was_planned(
     assert peak == pytest.approx((max(peaks), min(peaks)), rel=tolerance)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("r", [None, 4])
 def test_few_layers_tell_of_many(checkpointing: bool, r: int | None) -> None:

@@ -9,7 +9,6 @@ import torch
 import transformers
 from planned_steps import (
     adapter,
-    assert_few_layers_tell_of_many,
     bytes_held,
     config_as_planned,
     config_of,
@@ -94,18 +93,6 @@ def _assert_peaks_are_planned(
         print(f"{planned / peak:.3f} of {peak} bytes")
     assert estimate.weights == (max(weights), min(weights))
     assert estimate.peak == pytest.approx((max(peaks), min(peaks)), rel=rel)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("r", [None, 4])
-def test_few_layers_tell_of_many_under_autocast(
-    kind: str, checkpointing: bool, r: int | None
-) -> None:
-    config = config_of(kind)
-    config.num_hidden_layers = 5
-    step = _step(r, checkpointing=checkpointing, autocast=BF16)
-    assert_few_layers_tell_of_many(config, step)
 
 
 def test_every_op_that_autocast_casts_is_imitated() -> None:

@@ -15,7 +15,7 @@ from ranks import pool
 from torch.nn.functional import embedding
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_region, vocab_embedding
+from parallel_ext.ops import ALONE, Group, vocab_embedding
 from parallel_ext.sharding.layout import split
 
 # Our error may be this large, relative to the largest element of the full tensor. In the lower
@@ -123,16 +123,6 @@ def own_range(n: int, group: Group) -> tuple[int, int]:
 def sizes_of(n: int, group: Group) -> list[int]:
     """How many of ``n`` each rank has."""
     return [stop - start for start, stop in split(n, group.size)]
-
-
-def share_of(full: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's share of a replicated tensor, whose gradient is gathered from the shares.
-
-    What gradcheck needs: it perturbs the replicated tensor on all ranks at once, and compares with
-    the gradient of all shares.
-    """
-    start, stop = own_range(full.size(dim), group)
-    return copy_to_region(full, group).narrow(dim, start, stop - start)
 
 
 def with_gradients(

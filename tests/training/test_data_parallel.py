@@ -330,30 +330,28 @@ def test_the_test_above_notices_a_missing_mean() -> None:
 # What a user may try.
 
 
-def _saved(path: Path, tp: int) -> None:
-    _, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, tp, 1), 3)
+def _saved(path: Path, tiny: Tiny, layout: Layout, zero: int, multiple_of: int) -> None:
+    _, model, mesh = spread(tiny, layout, zero, vocab_multiple_of=multiple_of)
     with torch.no_grad():
-        model(**own_batch(Tiny(), mesh)[1])
+        model(**own_batch(tiny, mesh)[1])
     model.save_pretrained(path)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_save_is_that_of_the_single_process(tp: int, tmp_path: Path) -> None:
-    pool(2 * tp).run(_saved, tmp_path / "ours", tp)
+@pytest.mark.parametrize(
+    ("tiny", "layout", "zero", "multiple_of"),
+    [
+        (Tiny(dtype=torch.float32), Layout(2, 1, 1), 3, 1),
+        (Tiny(dtype=torch.float32), Layout(2, 2, 1), 3, 1),
+        (Tiny(vocab_size=5), Layout(2, 2, 1), 2, 64),  # a tp rank holds no row
+    ],
+    ids=str,
+)
+def test_a_save_is_that_of_the_single_process(
+    tiny: Tiny, layout: Layout, zero: int, multiple_of: int, tmp_path: Path
+) -> None:
+    pool(layout.world).run(_saved, tmp_path / "ours", tiny, layout, zero, multiple_of)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    expected = Tiny(dtype=torch.float32).model().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-
-
-def _saved_with_an_empty_shard(path: Path) -> None:
-    _, model, _ = spread(Tiny(vocab_size=5), Layout(2, 2, 1), vocab_multiple_of=64)
-    model.save_pretrained(path)
-
-
-def test_a_save_is_whole_where_a_tp_rank_holds_no_row(tmp_path: Path) -> None:
-    pool(4).run(_saved_with_an_empty_shard, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    expected = Tiny(vocab_size=5).model().state_dict()
+    expected = tiny.model().state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 

@@ -499,10 +499,6 @@ class WithoutLabels(px.Trainer):
         return super().get_batch_samples(unlabelled, *args, **kwargs)
 
 
-def test_transformers_trainer_is_refused_by_name(tmp_path: Path) -> None:
-    pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, transformers.Trainer, words="px.Trainer")
-
-
 def test_rows_without_labels_that_would_count_twice_are_refused(tmp_path: Path) -> None:
     job, words = JOBS["dp 2, a shorter last batch"], "the training would count rows twice"
     pool(2).assert_raises(_made, job, tmp_path, WithoutLabels, words=words)
