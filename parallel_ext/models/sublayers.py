@@ -172,11 +172,13 @@ class AttentionNames:
                 **_bias_beside(joined, shapes),
                 **_shard_columns(f"{path}.{self.output}", shapes, query),
             }
+        keys_and_values: Layouts = {}
         for name in self.keys_and_values:
-            norms |= shard_rows(f"{path}.{name}", shapes, key_value)
+            keys_and_values |= shard_rows(f"{path}.{name}", shapes, key_value)
         return {
             **norms,
             **shard_rows(f"{path}.{self.query}", shapes, scaled(query, self.rows_per_head)),
+            **keys_and_values,
             **_shard_columns(f"{path}.{self.output}", shapes, query),
         }
 
