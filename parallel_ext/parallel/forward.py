@@ -349,7 +349,7 @@ def _refuse_what_fails(
         )
     if state.mesh.tp_size > 1:
         refuse_masks_of_heads(arguments.get("attention_mask"))
-        _refuse_lookup_by_rows(state, arguments)
+    _refuse_lookup_by_rows(state, arguments)
     if (
         state.sequence_parallel
         and model.training
@@ -363,11 +363,15 @@ def _refuse_what_fails(
 
 def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -> None:
     """Raise where a class would find ids by comparing rows with the embedding's, as Gemma 4's."""
-    given = arguments.get("inputs_embeds"), arguments.get("per_layer_inputs")
-    if len(state.spec.embeddings(state.layout)) > 1 and given[0] is not None and given[1] is None:
+    over_dp = state.mesh.dp_size > 1 and state.zero is not None
+    if arguments.get("inputs_embeds") is None or not (state.mesh.tp_size > 1 or over_dp):
+        return
+    if len(state.spec.embeddings(state.layout)) > 1 and arguments.get("per_layer_inputs") is None:
         raise NotImplementedError(
-            "inputs_embeds under tp needs per_layer_inputs beside them, from "
-            "get_per_layer_inputs(input_ids): a rank cannot look for ids in rows of other ranks"
+            f"inputs_embeds under {'data_parallel' if over_dp else 'tp'} needs per_layer_inputs "
+            "beside them, from get_per_layer_inputs(input_ids)"
+            + (" before data_parallel" if over_dp else "")
+            + ": a rank cannot look for ids in rows of other ranks"
         )
 
 
