@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from ranks import pool
 from reference import difference, mesh_of, parallel, refusal
@@ -68,3 +70,23 @@ def test_gradients_are_checked_of_all_layers_or_none() -> None:
     assert max(pool(2).run(_of_first_layers, None)) < 1e-4
     words = "layers=2 of a 'gemma4_text' whose layers share keys"
     pool(2).assert_raises(_of_first_layers, 2, error="NotImplementedError", words=words)
+
+
+def _shared_keys(key_value_heads: int) -> float:
+    plain = replace(E2B, key_value_heads=key_value_heads).model().eval()
+    model = parallel(plain, mesh_of()).eval()
+    with torch.no_grad():
+        ours, expected = (
+            each(IDS, return_shared_kv_states=True).shared_kv_states for each in (model, plain)
+        )
+    return max(
+        difference(a, b)
+        for kind in expected
+        for a, b in zip(ours[kind], expected[kind], strict=True)
+    )
+
+
+def test_shared_keys_are_those_of_all_heads_or_refused() -> None:
+    assert max(pool(2).run(_shared_keys, 1)) < 1e-5
+    words = "return_shared_kv_states, as a Gemma 4 assistant needs"
+    pool(2).assert_raises(_shared_keys, 3, error="NotImplementedError", words=words)
