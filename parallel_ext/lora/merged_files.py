@@ -141,12 +141,16 @@ class _Adapter:
         """Return a function that computes what is added to some rows of a tensor."""
         of_expert = target in self.experts
         left, right = (self._of_expert if of_expert else self._of_module)(target, wide)
-        expected = (len(left), right.size(1))[: 1 if target.endswith(".bias") else 2]
-        if shape != expected or left.size(1) != right.size(0):
+        expected = (*left.shape[:-1], right.size(-1))
+        if target.endswith(".bias"):
+            expected = expected[:1]
+        if shape != expected or left.size(-1) != right.size(-2):
             raise CheckpointError(
                 f"{self.file.path}: the adapter of {target} is for a tensor of {expected}, but the "
                 f"model's is {shape}"
             )
+        if right.dim() > 2:  # the rows are experts
+            return lambda start, stop: left[start:stop] @ right[start:stop]
         return lambda start, stop: (left[start:stop] @ right).view(stop - start, *shape[1:])
 
     def _of_module(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,17 +172,19 @@ class _Adapter:
         )
 
     def _of_expert(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two factors whose product is added to a tensor of one expert.
+        """Return two factors whose product is added to a tensor of one expert, or of all.
 
         As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
         expert side by side, B [out, r * E] the columns of one r side by side.
         """
         part, num_experts, names = self.experts[target]
-        (expert, _), (start, stop), _ = part.box
         a, b = (self._read(names[kind]) for kind in "ab")
-        right = a.view(num_experts, -1, a.size(1))[expert].to(wide)
-        left = b[start:stop].view(stop - start, -1, num_experts)[..., expert].to(wide)
-        return left, right * self._scale(part.source, len(right))
+        right = a.view(num_experts, -1, a.size(1))
+        left = b.view(len(b), -1, num_experts).permute(2, 0, 1)
+        if part.index:
+            (expert, _), (start, stop), _ = part.box
+            left, right = left[expert, start:stop], right[expert]
+        return left.to(wide), right.to(wide) * self._scale(part.source, right.size(-2))
 
 
 def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothing) -> Merged:

@@ -14,6 +14,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
+from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.fused_loss import LossCall, NoLogits, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import (
     LOSS_OPTIONS,
@@ -351,7 +352,9 @@ def _refuse_what_fails(
         )
     if state.mesh.tp_size > 1:
         refuse_masks_of_heads(arguments.get("attention_mask"))
-        _refuse_lookup_by_rows(state, arguments)
+    _refuse_lookup_by_rows(state, arguments)
+    if arguments.get("return_shared_kv_states"):
+        _refuse_keys_of_own_heads(state)
     if (
         state.sequence_parallel
         and model.training
@@ -365,12 +368,32 @@ def _refuse_what_fails(
 
 def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -> None:
     """Raise where a class would find ids by comparing rows with the embedding's, as Gemma 4's."""
-    given = arguments.get("inputs_embeds"), arguments.get("per_layer_inputs")
-    if len(state.spec.embeddings(state.layout)) > 1 and given[0] is not None and given[1] is None:
+    over_dp = state.mesh.dp_size > 1 and state.zero is not None
+    if arguments.get("inputs_embeds") is None or not (state.mesh.tp_size > 1 or over_dp):
+        return
+    if len(state.spec.embeddings(state.layout)) > 1 and arguments.get("per_layer_inputs") is None:
         raise NotImplementedError(
-            "inputs_embeds under tp needs per_layer_inputs beside them, from "
-            "get_per_layer_inputs(input_ids): a rank cannot look for ids in rows of other ranks"
+            f"inputs_embeds under {'data_parallel' if over_dp else 'tp'} needs per_layer_inputs "
+            "beside them, from get_per_layer_inputs(input_ids)"
+            + (" before data_parallel" if over_dp else "")
+            + ": a rank cannot look for ids in rows of other ranks"
         )
+
+
+def _refuse_keys_of_own_heads(state: ParallelState) -> None:
+    """Raise where ranks have other keys, which an assistant of Gemma 4 would take for those of all.
+
+    With one key-value head all ranks have it.
+    """
+    for path, names in state.spec.sublayers(state.layout).items():
+        if not isinstance(names, AttentionNames) or names.key is None:
+            continue
+        key = state.layout[f"{path}.{names.key}.weight"]
+        if key.local_shape(state.mesh.rank) != key.shape:
+            raise NotImplementedError(
+                "return_shared_kv_states, as a Gemma 4 assistant needs, is not supported under "
+                f"tp={state.mesh.tp_size}: a rank has the keys of its own heads of {path} alone"
+            )
 
 
 def _check_ends(model: nn.Module, state: ParallelState) -> None:

@@ -207,8 +207,43 @@ def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ..
         if isinstance(sublayer, RegionNames | DeltaNetNames) and sublayer.heads is not None
     }
     attentions = {
-        path: HeadSizes.of(model.get_submodule(path), config.num_attention_heads)
+        path: _heads(path, model.get_submodule(path), config.num_attention_heads, sublayer, shapes)
         for path, sublayer in sublayers.items()
         if isinstance(sublayer, AttentionNames)
     }
     return ModelSizes(config.vocab_size, attentions, heads_of)
+
+
+def _heads(
+    path: str,
+    attention: nn.Module,
+    num_heads: int,
+    names: AttentionNames,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> HeadSizes:
+    """Return the heads of the attention at ``path``, of which its projections must have the rows.
+
+    Raises:
+        ValueError: they have others.
+    """
+    groups = attention.num_key_value_groups
+    if groups < 1 or num_heads % groups:
+        raise ValueError(
+            f"{path}.num_key_value_groups is {groups}, which does not divide the {num_heads} query "
+            "heads of config.num_attention_heads"
+        )
+    sizes = HeadSizes.of(attention, num_heads)
+    if names.is_joined:
+        heads = {names.query: sizes.query + 2 * sizes.key_value}
+    else:
+        heads = {names.query: sizes.query * names.rows_per_head}
+        heads |= dict.fromkeys(names.keys_and_values, sizes.key_value)
+    for name, number in heads.items():
+        rows = shapes[f"{path}.{name}.weight"][0]
+        if rows != number * sizes.dim:
+            raise ValueError(
+                f"{path}.{name} has {rows} output features, but by config.num_attention_heads, "
+                f"{num_heads}, and num_key_value_groups, {groups}, and head_dim, {sizes.dim}, of "
+                f"its attention it has {number * sizes.dim}"
+            )
+    return sizes

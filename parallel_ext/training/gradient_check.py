@@ -17,6 +17,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
@@ -77,8 +78,8 @@ def check_gradients(
 
     Raises:
         TypeError: the model was not parallelized.
-        NotImplementedError: the model has adapters, is a decoder without a loss of its own, or the
-            batch holds an option of the loss.
+        NotImplementedError: the model has adapters, is a decoder without a loss of its own, the
+            batch holds an option of the loss, or ``layers`` would cut some that share keys.
         RuntimeError: its routing is forced, which the single process' is not.
         CollectiveTimeout: not all ranks called it.
     """
@@ -253,6 +254,15 @@ def _check(
     all_layers = len(model.get_submodule(state.spec.layers))
     if layers is not None and not 1 <= layers <= all_layers:
         raise ValueError(f"check_gradients: layers={layers} is not in 1 to {all_layers}")
+    if layers in (None, all_layers):
+        return
+    attentions = state.spec.sublayers(state.layout).values()
+    shares_keys = any(isinstance(each, AttentionNames) and each.key is None for each in attentions)
+    if shares_keys or len(state.spec.embeddings(state.layout)) > 1:
+        raise NotImplementedError(
+            f"check_gradients: layers={layers} of a {state.spec.model_type!r} whose layers share "
+            "keys, or an embedding with columns for each, would be another model; leave it out"
+        )
 
 
 @contextmanager

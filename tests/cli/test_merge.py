@@ -61,9 +61,30 @@ class HyV3:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@dataclass(frozen=True)
+class Gemma4:
+    """A tiny Gemma 4, whose files have the tensors of all experts as they are."""
+
+    dtype: torch.dtype = torch.float32
+
+    def model(self) -> transformers.PreTrainedModel:
+        sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3}
+        sizes |= {"num_key_value_heads": 3, "head_dim": 8, "global_head_dim": 8, "vocab_size": 101}
+        experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+        config = transformers.Gemma4TextConfig(
+            **sizes,
+            **experts,
+            num_hidden_layers=2,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+        )
+        torch.manual_seed(1)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
 ON_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MIXTRAL = TinyMixtral(dtype=torch.float32)
-CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3, dict[str, Any]]] = {
+CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3 | Gemma4, dict[str, Any]]] = {
     "linears": (TINY, {}),
     "bf16": (Tiny(dtype=torch.bfloat16), {}),
     "patterns, rslora": (
@@ -74,6 +95,7 @@ CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3, dict[str, Any]]] = {
     "embedding": (TINY, {"target_modules": ["embed_tokens", "o_proj"]}),
     "experts": (MIXTRAL, {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
     "experts of Qwen3": (TinyQwen3Moe(dtype=torch.float32), ON_EXPERTS),
+    "experts as they are": (Gemma4(), {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
     "one tensor of experts": (MIXTRAL, {"target_parameters": ["experts.down_proj"]}),
     "experts in bf16": (TinyMixtral(dtype=torch.bfloat16), {"use_rslora": True, **ON_EXPERTS}),
     "another name in files": (

@@ -250,6 +250,7 @@ def test_mesh_errors_name_the_world_and_what_was_asked_for(
     pool(2).assert_raises(_mesh_with, sizes, error="ValueError", words=words)
 
 
+GROUPS = {"groups of other heads": 1, "groups that divide nothing": 2}
 EMBEDDING_OPTIONS = {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True}
 
 
@@ -263,6 +264,8 @@ def _parallelize(case: str) -> None:
         model.model.layers[1].self_attn.query = model.model.layers[1].self_attn.q_proj
         del model.model.layers[1].self_attn.q_proj
         del model.model.layers[0].mlp.down_proj
+    elif case in GROUPS:
+        model.model.layers[1].self_attn.num_key_value_groups = GROUPS[case]
     elif case == "twice":
         model = parallel(model, mesh)
     elif case == "hook":
@@ -309,6 +312,13 @@ def _parallelize(case: str) -> None:
         "spec": [
             "model.layers.0.mlp.down_proj, model.layers.1.self_attn.q_proj",
             f"transformers {transformers.__version__}",
+        ],
+        "groups of other heads": [
+            "model.layers.1.self_attn.k_proj has 24 output features",
+            "num_key_value_groups, 1, and head_dim, 8, of its attention it has 72",
+        ],
+        "groups that divide nothing": [
+            "model.layers.1.self_attn.num_key_value_groups is 2, which does not divide the 9 query"
         ],
         "twice": ["parallel already"],
         "hook": ["lm_head has hooks"],
