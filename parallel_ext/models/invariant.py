@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from parallel_ext.models._transformers_private import attention_of
-from parallel_ext.models.spec import ModelSizes, ModelSpec, with_replicated
+from parallel_ext.models.spec import HeadSizes, ModelSizes, ModelSpec, with_replicated
 from parallel_ext.models.sublayers import (
     AttentionNames,
-    HeadSizes,
     Layouts,
     MixtureNames,
     RegionNames,

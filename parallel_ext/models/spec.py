@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import get_origin, get_type_hints
 
+from torch import nn
+
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
-    HeadSizes,
     Layouts,
     MixtureNames,
     RegionNames,
@@ -218,6 +219,25 @@ def _numbered(path: str, names: Collection[str]) -> list[str]:
     number = re.compile(re.escape(before) + r"(\d+)\.")
     numbers = {int(match[1]) for name in names if (match := number.match(name))}
     return [f"{before}{each}{behind}" for each in sorted(numbers)]
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The heads of one attention.
+
+    Attributes:
+        query, key_value: how many there are.
+        dim: features of each.
+    """
+
+    query: int
+    key_value: int
+    dim: int
+
+    @classmethod
+    def of(cls, attention: nn.Module, num_heads: int) -> HeadSizes:
+        """Return the heads of a plain attention, of which ``num_heads`` are query heads."""
+        return cls(num_heads, num_heads // attention.num_key_value_groups, attention.head_dim)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from parallel_ext.nn.routing import Route
 from parallel_ext.sharding.layout import (
     AttentionHeads,
@@ -26,25 +24,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Full shape of every parameter of a model by HuggingFace name."""
 
 Layouts = dict[str, TensorLayout]
-
-
-@dataclass(frozen=True)
-class HeadSizes:
-    """The heads of one attention.
-
-    Attributes:
-        query, key_value: how many there are.
-        dim: features of each.
-    """
-
-    query: int
-    key_value: int
-    dim: int
-
-    @classmethod
-    def of(cls, attention: nn.Module, num_heads: int) -> HeadSizes:
-        """Return the heads of a plain attention, of which ``num_heads`` are query heads."""
-        return cls(num_heads, num_heads // attention.num_key_value_groups, attention.head_dim)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from parallel_ext.models.invariant import (
     check_attention,
     check_can_be_invariant,
 )
-from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import AttentionNames, HeadSizes, MixtureNames, RegionNames
+from parallel_ext.models.spec import HeadSizes, ModelSpec
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,

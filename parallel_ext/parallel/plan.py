@@ -10,11 +10,10 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
-from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
+from parallel_ext.models.spec import HeadSizes, ModelSizes, ModelSpec, plan
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
-    HeadSizes,
     MixtureNames,
     RegionNames,
 )

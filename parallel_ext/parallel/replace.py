@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.models.spec import HeadSizes
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
-    HeadSizes,
     MixtureNames,
     RegionNames,
 )

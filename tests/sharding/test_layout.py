@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ext.models.llama import LLAMA
-from parallel_ext.models.spec import ModelSizes, plan
-from parallel_ext.models.sublayers import HeadSizes
+from parallel_ext.models.spec import HeadSizes, ModelSizes, plan
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import (
     Box,
