@@ -22,7 +22,7 @@ def _of_embeddings() -> tuple[float, str]:
     with torch.no_grad():
         given = {
             "inputs_embeds": model.get_input_embeddings()(IDS),
-            "per_layer_inputs": model.model.get_per_layer_inputs(IDS),
+            "per_layer_inputs": model.model.get_per_layer_inputs(IDS, None),
         }
         far = difference(model(**given).logits, plain(IDS).logits)
     del given["per_layer_inputs"]
