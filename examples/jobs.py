@@ -31,7 +31,9 @@ def torchrun(main: Callable[[], None], ranks: int, *options: Any) -> float:
     _import_what_is_lazy()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counts GPUs without CUDA
     config = LaunchConfig(
-        *(1, 1, ranks),
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
