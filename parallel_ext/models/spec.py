@@ -198,8 +198,11 @@ class ModelSpec:
 
     def embeddings(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the paths of the embeddings by ids in a model with such parameters."""
-        has_further = f"{self.layer_embedding}.weight" in names
-        return (self.embedding, self.layer_embedding) if has_further else (self.embedding,)
+        return tuple(filter(None, (self.embedding, self.layer_embedding_in(names))))
+
+    def layer_embedding_in(self, names: Collection[str]) -> str | None:
+        """Return the path of the embedding for the layers; None where a model has none."""
+        return self.layer_embedding if f"{self.layer_embedding}.weight" in names else None
 
 
 def _in(layer: str, name: str) -> str:
@@ -288,7 +291,8 @@ def plan(
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
                 found[name] = shard_along(name, shapes[name], 0, rows)
-    for name in (f"{path}.weight" for path in spec.embeddings(shapes)[1:]):
+    if path := spec.layer_embedding_in(shapes):
+        name = f"{path}.weight"
         found[name] = shard_along(name, shapes[name], 0, split(shapes[name][0], tp_size))
     for path, sublayer in spec.sublayers(shapes).items():
         if isinstance(sublayer, AttentionNames):

@@ -14,6 +14,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.parallel.state import own_state
 from parallel_ext.parallel.validate import is_decoder
+from parallel_ext.sharding._torch_private import input_hooks
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -66,8 +67,10 @@ class _TellLabels:
 
 def tell_labels(module: nn.Module) -> None:
     """Let the decoders in a module compare its ``labels``, too, over the tp ranks."""
+    told = [hook.decoder for hook in input_hooks(module) if isinstance(hook, _TellLabels)]
     for path, model in parallel_parts(module).items():
-        if path and own_state(model).agreement is not None and is_decoder(model):
+        compares = own_state(model).agreement is not None
+        if path and compares and is_decoder(model) and model not in told:
             module.register_forward_pre_hook(_TellLabels(model), with_kwargs=True)
 
 

@@ -26,7 +26,7 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
 
 def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     """Yield what keeps the tokens from being divided, each an end of a sentence."""
-    for path in spec.embeddings(dict(model.named_parameters()))[1:]:
+    if path := spec.layer_embedding_in(dict(model.named_parameters())):
         yield f"gives layers this rank's tokens, to which they would add all that {path} looks up"
     for path, sublayer in sublayers_of_layers(model, spec).items():
         if path.rpartition(".")[0] == spec.layers:

@@ -29,7 +29,7 @@ from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_ro
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
-from parallel_ext.parallel.validate import CLASSIFIERS
+from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,
     refuse_backward_apart,
@@ -111,7 +111,7 @@ def _begin(
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
-    if state.spec.head is None and not isinstance(model, CLASSIFIERS):
+    if state.spec.head is None and is_decoder(model):
         inputs.pop("labels", None)  # of the class around a decoder, as Gemma 4's passes them on
     arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
@@ -371,7 +371,7 @@ def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -
     over_dp = state.mesh.dp_size > 1 and state.zero is not None
     if arguments.get("inputs_embeds") is None or not (state.mesh.tp_size > 1 or over_dp):
         return
-    if len(state.spec.embeddings(state.layout)) > 1 and arguments.get("per_layer_inputs") is None:
+    if state.spec.layer_embedding_in(state.layout) and arguments.get("per_layer_inputs") is None:
         raise NotImplementedError(
             f"inputs_embeds under {'data_parallel' if over_dp else 'tp'} needs per_layer_inputs "
             "beside them, from get_per_layer_inputs(input_ids)"

@@ -100,9 +100,9 @@ def resize_token_embeddings(
         raise NotImplementedError(
             f"{_OP_NAME}: {what} does not serve it; resize before px.parallelize"
         )
-    if more := state.spec.embeddings(state.layout)[1:]:
+    if path := state.spec.layer_embedding_in(state.layout):
         raise NotImplementedError(
-            f"{_OP_NAME}: {more[0]} has a row for each id, too; resize before px.parallelize"
+            f"{_OP_NAME}: {path} has a row for each id, too; resize before px.parallelize"
         )
     embedding = inner.get_submodule(state.spec.embedding)
     head = model.get_output_embeddings() if state.spec.head is None else None

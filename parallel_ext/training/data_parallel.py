@@ -125,10 +125,10 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
 def _check_embeddings(model: nn.Module, own: nn.Module, state: ParallelState) -> None:
     """Raise if a class of transformers around the decoder calls more of it than its embedding."""
-    further = state.spec.embeddings(state.layout)[1:]
-    if further and model is not own and type(model).__module__.startswith("transformers."):
+    path = state.spec.layer_embedding_in(state.layout)
+    if path and model is not own and type(model).__module__.startswith("transformers."):
         raise NotImplementedError(
-            f"data_parallel: {type(model).__name__} calls {further[0]} of its decoder itself, "
+            f"data_parallel: {type(model).__name__} calls {path} of its decoder itself, "
             "outside of the forward for which dp ranks gather it; use dp=1, or train the decoder "
             "of text alone, as transformers.AutoModelForCausalLM loads it"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
@@ -235,7 +235,7 @@ def _check(
             "check_gradients of a model with adapters is not supported: check the model before "
             "they are added, or after merge_and_unload"
         )
-    if "labels" not in inspect.signature(type(model).forward).parameters:
+    if is_decoder(model):
         raise NotImplementedError(
             f"check_gradients: {type(model).__name__} is a decoder without a loss of its own: "
             "train a step of it, or of the model around it, and compare px.full_state_dict with "
@@ -258,7 +258,7 @@ def _check(
         return
     attentions = state.spec.sublayers(state.layout).values()
     shares_keys = any(isinstance(each, AttentionNames) and each.key is None for each in attentions)
-    if shares_keys or len(state.spec.embeddings(state.layout)) > 1:
+    if shares_keys or state.spec.layer_embedding_in(state.layout):
         raise NotImplementedError(
             f"check_gradients: layers={layers} of a {state.spec.model_type!r} whose layers share "
             "keys, or an embedding with columns for each, would be another model; leave it out"

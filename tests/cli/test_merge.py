@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from reference import Tiny
 from reference_images import tiny_model
 from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from safetensors.torch import load_file, save_file
+from test_specs import OfSpec
 
 import parallel_ext as px
 from parallel_ext.cli.main import main
@@ -44,47 +44,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-@dataclass(frozen=True)
-class HyV3:
-    """A tiny Hunyuan 3, whose shared experts have another name in files."""
-
-    dtype: torch.dtype = torch.float32
-
-    def model(self) -> transformers.PreTrainedModel:
-        sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3}
-        sizes |= {"num_key_value_heads": 3, "head_dim": 8, "vocab_size": 101}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        config = transformers.HYV3Config(
-            **sizes, **experts, num_hidden_layers=2, mlp_layer_types=["dense", "sparse"]
-        )
-        torch.manual_seed(1)
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-
-@dataclass(frozen=True)
-class Gemma4:
-    """A tiny Gemma 4, whose files have the tensors of all experts as they are."""
-
-    dtype: torch.dtype = torch.float32
-
-    def model(self) -> transformers.PreTrainedModel:
-        sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3}
-        sizes |= {"num_key_value_heads": 3, "head_dim": 8, "global_head_dim": 8, "vocab_size": 101}
-        experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
-        config = transformers.Gemma4TextConfig(
-            **sizes,
-            **experts,
-            num_hidden_layers=2,
-            hidden_size_per_layer_input=0,
-            enable_moe_block=True,
-        )
-        torch.manual_seed(1)
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-
 ON_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MIXTRAL = TinyMixtral(dtype=torch.float32)
-CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3 | Gemma4, dict[str, Any]]] = {
+CASES: dict[str, tuple[Tiny | TinyMixtral | OfSpec, dict[str, Any]]] = {
     "linears": (TINY, {}),
     "bf16": (Tiny(dtype=torch.bfloat16), {}),
     "patterns, rslora": (
@@ -95,11 +57,14 @@ CASES: dict[str, tuple[Tiny | TinyMixtral | HyV3 | Gemma4, dict[str, Any]]] = {
     "embedding": (TINY, {"target_modules": ["embed_tokens", "o_proj"]}),
     "experts": (MIXTRAL, {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
     "experts of Qwen3": (TinyQwen3Moe(dtype=torch.float32), ON_EXPERTS),
-    "experts as they are": (Gemma4(), {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
+    "experts as they are": (
+        OfSpec("gemma4_text with experts", dtype=torch.float32),
+        {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS},
+    ),
     "one tensor of experts": (MIXTRAL, {"target_parameters": ["experts.down_proj"]}),
     "experts in bf16": (TinyMixtral(dtype=torch.bfloat16), {"use_rslora": True, **ON_EXPERTS}),
     "another name in files": (
-        HyV3(),
+        OfSpec("hy_v3", dtype=torch.float32),
         {
             "target_modules": ["shared_experts.down_proj", "o_proj"],
             "alpha_pattern": {"shared_experts.down_proj": 3},
