@@ -7,6 +7,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,7 +21,8 @@ std::string short_name(const c10::OperatorHandle& op) {
   std::string name = op.schema().name();
   name.erase(0, name.rfind(':') + 1);
   for (const std::string_view suffix : {"_forward", "_of_tokens", "_on_device"}) {
-    if (name.ends_with(suffix)) name.erase(name.size() - suffix.size());
+    const auto rest = name.size() - std::min(name.size(), suffix.size());
+    if (name.compare(rest, std::string::npos, suffix) == 0) name.erase(rest);
   }
   return name;
 }
