@@ -41,7 +41,6 @@ double mass_scale(int64_t vocab_size) {
 
 namespace {
 
-constexpr const char* kSample = "vocab_sample";
 constexpr int64_t kNoId = std::numeric_limits<int64_t>::max();
 
 // Lower temperatures are raised to it, which draws the same: different fp32 logits are at least

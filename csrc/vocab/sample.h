@@ -11,6 +11,8 @@
 
 namespace parallel_ext {
 
+constexpr const char* kSample = "vocab_sample";  // which errors name
+
 struct SampleShard {
   at::Tensor logits;  // [B, Vl], fp32, columns one apart
   int64_t vocab_start;

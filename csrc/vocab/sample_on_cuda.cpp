@@ -65,8 +65,6 @@ at::Tensor largest_of_all(const char* op, const at::Tensor& logits, int64_t voca
   return candidates_of_all(op, parts, group);
 }
 
-constexpr const char* kSample = "vocab_sample";
-
 // The order [B, 2] (DigitSearch) of the lowest logit that `share` leaves, of the logits that
 // `digit` counts.
 at::Tensor order_by_digits(const LogitsOnCuda<float>& logits, Digit digit, Share share,
