@@ -13,7 +13,7 @@ from ranks import pool
 from reference import assert_within, batch, difference, gradients_of, parallel, shard_differences
 from reference_images import DECODERS, decoder_of, image_batch, tiny_model
 from reference_mixtral import batches, differences_of_steps
-from test_specs import KINDS, OfSpec, in_fp64, model_type, tolerance
+from test_specs import KINDS, OfSpec, in_fp64, model_type
 from torch.utils._pytree import tree_map
 
 import parallel_ext as px
@@ -54,7 +54,10 @@ def _trained(kind: str, device: torch.device) -> dict[str, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_one_process(kind: str, device: torch.device) -> None:
     _skip_most_on_cpu(kind, device)
-    assert_within(pool(2).run(_trained, kind, device), max(tolerance(kind), 1e-8))
+    spec = SPECS[model_type(kind)]
+    # Routers and delta rules are computed in fp32, by other products for other shapes.
+    limit = 1e-3 if spec.delta_net else 3e-5 if spec.mixture else 1e-8
+    assert_within(pool(2).run(_trained, kind, device), limit)
 
 
 def _loaded(kind: str, source: str, device: torch.device) -> dict[str, float]:

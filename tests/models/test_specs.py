@@ -355,7 +355,7 @@ _IN_FP32 = (
 )
 
 
-def tolerance(kind: str) -> float:
+def _tolerance(kind: str) -> float:
     """Of a fp64 model: some routers and delta rules are computed in fp32."""
     in_fp32 = kind in _IN_FP32 or SPECS[model_type(kind)].delta_net is not None
     return 3e-5 if in_fp32 else 1e-10
@@ -387,7 +387,7 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
     has_experts = mixture is not None and getattr(tiny.config(), mixture.num_experts) is not None
     layout = Layout(1, tp, tp if has_experts else 1)
     found = pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes)
-    assert_within(found, tolerance(tiny.kind))
+    assert_within(found, _tolerance(tiny.kind))
 
 
 def _loaded(source: str) -> dict[str, Any]:
@@ -448,7 +448,7 @@ def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
     options = {"sequence_parallel": True}
     found = pool(tp).run(_parity, tiny, Layout(1, tp, 1), None, options)
-    assert_within(found, tolerance(kind))
+    assert_within(found, _tolerance(kind))
 
 
 def _in_sequence(kind: str) -> None:
@@ -498,7 +498,7 @@ _OTHER_LINEARS = {
 def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
     projections = _OTHER_LINEARS.get(kind, _LLAMAS)
     options = {"r": 3, "target_modules": [*projections, "embed_tokens", "lm_head"]}
-    assert_within(pool(2).run(_adapted, kind, options), tolerance(kind))
+    assert_within(pool(2).run(_adapted, kind, options), _tolerance(kind))
 
 
 @in_fp64()
