@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
   });
 }
 
-// A block computes the gradients of one row. The gradient of the row's weight is a sum over each
-// thread's columns, then over halves of the threads, so always in the same order.
+// The threads of one threadIdx.y compute the gradients of one row. The gradient of the row's weight
+// is a sum over each thread's columns, then over halves of the threads, so always in the same
+// order.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
     gate_backward_kernel(int64_t rows, int64_t columns,
@@ -71,11 +72,14 @@ __global__ void __launch_bounds__(kBlockThreads)
                          const wide_of<scalar_t>* __restrict__ weights,
                          Pack<scalar_t, size>* __restrict__ grad_gate_up,
                          wide_of<scalar_t>* __restrict__ grad_weights) {
-  __shared__ wide_of<scalar_t> parts[kBlockThreads];
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+  __shared__ wide_of<scalar_t> parts_of_rows[kBlockThreads];
+  const int thread = static_cast<int>(threadIdx.x), wide = static_cast<int>(blockDim.x);
+  wide_of<scalar_t>* const parts = parts_of_rows + threadIdx.y * wide;
+  for (int64_t first = int64_t{blockIdx.x} * blockDim.y; first < rows;
+       first += int64_t{gridDim.x} * blockDim.y) {
+    const int64_t row = first + threadIdx.y;
     wide_of<scalar_t> sum = 0;
-    for (int64_t column = thread; column < columns; column += kBlockThreads) {
+    for (int64_t column = thread; row < rows && column < columns; column += wide) {
       const int64_t gate = row * 2 * columns + column, up = gate + columns;
       const Pack<scalar_t, size> d = grad[row * columns + column], g = gate_up[gate],
                                  u = gate_up[up];
@@ -92,11 +96,11 @@ __global__ void __launch_bounds__(kBlockThreads)
       grad_gate_up[up] = grad_up;
     }
     parts[thread] = sum;
-    for (int half = kBlockThreads / 2; half > 0; half /= 2) {
+    for (int half = wide / 2; half > 0; half /= 2) {
       __syncthreads();
       if (thread < half) parts[thread] += parts[thread + half];
     }
-    if (thread == 0) grad_weights[row] = parts[0];
+    if (thread == 0 && row < rows) grad_weights[row] = parts[0];
     __syncthreads();  // before the next row's parts overwrite these
   }
 }
@@ -279,8 +283,9 @@ void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* gra
   const uint64_t bits =
       inner * sizeof(scalar_t) | address(grad) | address(gate_up) | address(grad_gate_up);
   with_size<scalar_t>(bits, [&](auto pack) {
-    launch(gate_backward_kernel<scalar_t, pack>, grid_of_blocks(rows), device, rows, inner / pack,
-           packs<pack>(grad), packs<pack>(gate_up), weights, packs<pack>(grad_gate_up),
+    const int64_t columns = inner / pack;
+    launch(gate_backward_kernel<scalar_t, pack>, grid_of_whole_rows(rows, columns), device, rows,
+           columns, packs<pack>(grad), packs<pack>(gate_up), weights, packs<pack>(grad_gate_up),
            grad_weights);
   });
 }
