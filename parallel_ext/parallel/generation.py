@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import MaxLengthCriteria
 
 from parallel_ext import ops
 from parallel_ext.models._transformers_private import (
@@ -139,6 +140,8 @@ def _decode(
     if generation_config.do_sample and seed is None:
         seed = int(torch.randint(2**63 - 1, ()))  # here every tp rank has rank 0's generator
     ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+    lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
+    by_length = 0 < len(lengths) == len(stopping_criteria)
     unfinished = input_ids.new_ones(len(input_ids), dtype=torch.bool)
     finished, step = False, 0
     together = state.forwards_together
@@ -164,7 +167,9 @@ def _decode(
             if streamer is not None:
                 streamer.put(chosen.cpu())
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
-            finished, step = not unfinished.any(), step + 1
+            # What a length alone ends, the host knows without waiting for the device.
+            finished = input_ids.size(1) >= min(lengths) if by_length else not unfinished.any()
+            step += 1
         del outputs  # the first of them hold the hidden states of whole prompts
         if not has_unfinished(model, finished, together, input_ids.device):
             break
