@@ -139,8 +139,7 @@ def _decode(
     filters = _filters(logits_processor)
     state: ParallelState = state_of(model)
     cache = generation_config.cache_implementation
-    is_dynamic = cache is None or cache.startswith("dynamic")
-    if state.forwards_together and not is_dynamic:
+    if state.forwards_together and cache is not None and not cache.startswith("dynamic"):
         raise NotImplementedError(f"px.generate does not support a {cache} cache{_OUTGROWN}")
     if generation_config.do_sample and seed is None:
         seed = int(torch.randint(2**63 - 1, ()))  # here every tp rank has rank 0's generator
@@ -148,9 +147,9 @@ def _decode(
     if generation_config.do_sample:
         choose = partial(_draw, state=state, filters=filters, seed=seed)
     # In inference mode torch keeps no books for autograd, which takes a tenth of a token's time.
-    # Tensors that outlive the call must not be made in it: of a cache that the caller has or the
-    # model keeps, or those that FSDP gathers.
-    outlives = cache_stays or not is_dynamic or state.zero is not None
+    # Tensors that outlive the call must not be made in it: those of the caller's cache, and those
+    # that FSDP gathers.
+    outlives = cache_stays or state.zero is not None
     with nullcontext() if outlives else torch.inference_mode():
         generated = _loop(
             model, input_ids, choose, stopping_criteria, generation_config, streamer, model_kwargs

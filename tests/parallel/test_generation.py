@@ -89,7 +89,7 @@ def test_what_outlives_a_generation_may_be_changed_and_trained_on() -> None:
     prompts = torch.tensor([[5, 6], [7, 8]])
     options = {"max_new_tokens": 12, "eos_token_id": None}
     ids = px.generate(model, prompts, **options)
-    for _ in range(2):  # the model keeps a static cache, and empties it
+    for _ in range(2):
         assert px.generate(model, prompts, cache_implementation="static", **options).equal(ids)
     cache = transformers.DynamicCache(config=model.config)
     assert px.generate(model, prompts, past_key_values=cache, **options).equal(ids)
