@@ -216,13 +216,13 @@ class ColumnParallelLinear(ComputedAhead, _ParallelLinear):
         return self._for_use("weight"), self._for_use("bias")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        computed = self.take_computed(input)
-        if computed is not None:
-            return computed
         if self.replicas.size == 1 and not torch.is_grad_enabled():
             # It has less to do: decoding.
             self.mark.is_set = True
             return functional.linear(input, self.shard("weight"), self.shard("bias"))
+        computed = self.take_computed(input)
+        if computed is not None:
+            return computed
         return ops.column_linear(input, *self.for_use())
 
 

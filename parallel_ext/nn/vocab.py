@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from parallel_ext import ops
 from parallel_ext.nn.fused_loss import current_loss_call
@@ -193,7 +194,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
             return rows
         rank = self.group.rank
         others = (0, 0, sum(tokens[:rank]), sum(tokens[rank + 1 :]))
-        return nn.functional.pad(rows, others, value=float("nan"))
+        return functional.pad(rows, others, value=float("nan"))
 
 
 class VocabParallelHead(_RowsOfVocabulary):
@@ -394,4 +395,7 @@ def _own_logits(
 ) -> torch.Tensor:
     """Return the logits [..., R] of this rank's rows, for replicated hidden states [..., H]."""
     row_stride = -(-len(weight) // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE
+    if row_stride == len(weight) and not torch.is_grad_enabled():
+        # It has less to do: decoding.
+        return functional.linear(hidden, weight, bias)
     return ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=group)

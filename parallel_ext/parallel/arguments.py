@@ -18,7 +18,12 @@ def _signature(cls: type, method: str) -> inspect.Signature:
 
 
 def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, those of ``**kwargs`` beside the declared ones."""
+    """Return the arguments of a call by name, those of ``**kwargs`` beside the declared ones.
+
+    Where all have names, it is left to the method itself to refuse some.
+    """
+    if not args:  # as in decoding, which has no time to look at the signature
+        return dict(kwargs)
     signature = _signature(type(model), method)
     arguments = dict(signature.bind(model, *args, **kwargs).arguments)
     del arguments[next(iter(arguments))]  # self

@@ -319,8 +319,11 @@ def _refuse_what_fails(
             f"class around the decoder would compute from the tokens of one of dp="
             f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
         )
-    published = any(state.spec is each for each in PUBLISHED.values())
-    if call is not None and not published and has_own_loss(type(model)):
+    if (
+        call is not None
+        and not any(state.spec is each for each in PUBLISHED.values())
+        and has_own_loss(type(model))
+    ):
         raise NotImplementedError(
             f"{type(model).__name__}.forward takes labels itself, and its loss would be replaced "
             "by the model's; call it without labels, and compute the loss from its logits"

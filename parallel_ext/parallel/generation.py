@@ -6,11 +6,14 @@ over to the loop here, which has the head leave its logits where they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import MaxLengthCriteria
 
 from parallel_ext import ops
 from parallel_ext.models._transformers_private import (
@@ -106,15 +109,16 @@ def generate(
     for name in _REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"px.generate does not take {name}{_INSTEAD}")
-    for name in ("past_key_values", "cache"):  # before transformers 5.24, and since
-        if state.forwards_together and kwargs.get(name) is not None:
-            raise NotImplementedError(f"px.generate does not take {name}{_OUTGROWN}")
+    names = ("past_key_values", "cache")  # before transformers 5.24, and since
+    caches = [name for name in names if kwargs.get(name) is not None]
+    if state.forwards_together and caches:
+        raise NotImplementedError(f"px.generate does not take {caches[0]}{_OUTGROWN}")
     if kwargs.get("cache_implementation") == "paged":  # of which HuggingFace makes another loop
         raise NotImplementedError(f"px.generate does not support a paged cache{_INSTEAD}")
     configs = (kwargs.get("generation_config"), getattr(parallel, "generation_config", None))
     if kwargs.get("stop_strings") or any(getattr(c, "stop_strings", None) for c in configs):
         raise NotImplementedError(f"px.generate does not support stop_strings{_INSTEAD}")
-    decode = partial(_decode, seed=seed, streamer=streamer)
+    decode = partial(_decode, seed=seed, streamer=streamer, cache_stays=bool(caches))
     return model.generate(inputs=inputs, custom_generate=decode, **kwargs)
 
 
@@ -127,9 +131,10 @@ def _decode(
     generation_config: Any,
     seed: int | None,
     streamer: Any,
+    cache_stays: bool,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Run the loop over the tokens, which HuggingFace's ``generate`` calls after preparation."""
+    """Generate as the options ask for, which HuggingFace's ``generate`` calls after preparation."""
     _refuse_options(generation_config)
     filters = _filters(logits_processor)
     state: ParallelState = state_of(model)
@@ -138,10 +143,36 @@ def _decode(
         raise NotImplementedError(f"px.generate does not support a {cache} cache{_OUTGROWN}")
     if generation_config.do_sample and seed is None:
         seed = int(torch.randint(2**63 - 1, ()))  # here every tp rank has rank 0's generator
+    choose = partial(_largest, state=state)
+    if generation_config.do_sample:
+        choose = partial(_draw, state=state, filters=filters, seed=seed)
+    # In inference mode torch keeps no books for autograd, which takes a tenth of a token's time.
+    # Tensors that outlive the call must not be made in it: those of the caller's cache, and those
+    # that FSDP gathers.
+    outlives = cache_stays or state.zero is not None
+    with nullcontext() if outlives else torch.inference_mode():
+        generated = _loop(
+            model, input_ids, choose, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+    return generated.clone()
+
+
+def _loop(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    choose: Callable[..., torch.Tensor],
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Run the loop over the tokens, of which ``choose(logits, step=)`` returns the next ones."""
     ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+    lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
+    by_length = 0 < len(lengths) == len(stopping_criteria)
     unfinished = input_ids.new_ones(len(input_ids), dtype=torch.bool)
     finished, step = False, 0
-    together = state.forwards_together
+    together = state_of(model).forwards_together
     if streamer is not None:
         streamer.put(input_ids.cpu())
     with running(LossCall(fused=False, shared=True)):  # the logits stay sharded
@@ -150,13 +181,7 @@ def _decode(
         model_kwargs = next_model_kwargs(model, outputs, model_kwargs)
         if not finished:  # else only other dp ranks need this one's forwards
             logits = outputs.logits[:, -1].float()  # also of fp64, as in HuggingFace
-            if generation_config.do_sample:
-                chosen = _draw(logits, state, filters, seed, step)
-            else:
-                chosen = ops.vocab_argmax(
-                    logits, sum(state.vocab_sizes), state.vocab_range, group=state.mesh.tp
-                )
-            chosen = chosen.to(input_ids.device)
+            chosen = choose(logits, step=step).to(input_ids.device)
             if ends:
                 padding = padding_of(generation_config).to(chosen.device)
                 chosen = torch.where(unfinished, chosen, padding)
@@ -164,7 +189,9 @@ def _decode(
             if streamer is not None:
                 streamer.put(chosen.cpu())
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
-            finished, step = not unfinished.any(), step + 1
+            # What a length alone ends, the host knows without waiting for the device.
+            finished = input_ids.size(1) >= min(lengths) if by_length else not unfinished.any()
+            step += 1
         del outputs  # the first of them hold the hidden states of whole prompts
         if not has_unfinished(model, finished, together, input_ids.device):
             break
@@ -178,6 +205,11 @@ def _decode(
     if streamer is not None:
         streamer.end()
     return input_ids
+
+
+def _largest(logits: torch.Tensor, state: ParallelState, step: int) -> torch.Tensor:
+    vocab_size = sum(state.vocab_sizes)
+    return ops.vocab_argmax(logits, vocab_size, state.vocab_range, group=state.mesh.tp)
 
 
 def _draw(

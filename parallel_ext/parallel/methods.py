@@ -79,8 +79,8 @@ def prepare_inputs_for_generation(
     A rank that has finished runs the forwards that other dp ranks need. Its ids stay as they are,
     but the masks and positions beside them grow, and without a cache they would meet.
     """
-    cached = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
-    if state_of(model).forwards_together and not cached and kwargs.get("inputs_embeds") is None:
+    without = ("cache", "past_key_values", "inputs_embeds")
+    if state_of(model).forwards_together and all(kwargs.get(name) is None for name in without):
         for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
             if isinstance(kwargs.get(name), torch.Tensor):
                 kwargs[name] = kwargs[name][..., : input_ids.size(1)]

@@ -21,6 +21,7 @@ from parallel_ext.ops.group import Range
 from parallel_ext.parallel.input_agreement import Agreement
 from parallel_ext.parallel.joining import remember
 from parallel_ext.parallel.plan import Plan
+from parallel_ext.sharding._torch_private import own_modules
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.shards import LocalShard, Marker
@@ -253,7 +254,7 @@ def copies_of(model: nn.Module) -> list[nn.Module]:
 
 def own_state(module: nn.Module) -> ParallelState | None:
     """Return the state that a module itself holds, though wrappers forward attributes; or None."""
-    return dict(module.named_children()).get(STATE_NAME)
+    return own_modules(module).get(STATE_NAME)
 
 
 def is_parallel(model: nn.Module) -> bool:

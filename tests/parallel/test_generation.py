@@ -67,6 +67,42 @@ def test_greedy_tokens_of_one_rank_are_those_of_huggingface() -> None:
         assert ours == expected
 
 
+@pytest.mark.parametrize("length", [10, 12, 20])
+def test_the_shortest_of_several_lengths_ends_all_rows(length: int) -> None:
+    reference = TINY.model().eval()
+    model = parallel(reference, px.init_mesh())
+    prompts = torch.tensor([[5, 6], [7, 8]])
+    lengths = [transformers.MaxLengthCriteria(each) for each in (12, length)]
+    options = {"stopping_criteria": lengths, "max_length": 15, "eos_token_id": None}
+    ours = px.generate(model, prompts, **options)
+    assert ours.shape == (2, min(12, length))
+    assert ours.equal(reference.generate(prompts, **options))
+
+
+def test_what_outlives_a_generation_may_be_changed_and_trained_on() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = TINY.model().eval()
+    model.config.rope_parameters, model.config.max_position_embeddings = rope, 8
+    model = type(model)(model.config).eval()
+    copied = parallel(model, mesh := px.init_mesh())
+    model = parallel(model, mesh)
+    prompts = torch.tensor([[5, 6], [7, 8]])
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    ids = px.generate(model, prompts, **options)
+    for _ in range(2):
+        assert px.generate(model, prompts, cache_implementation="static", **options).equal(ids)
+    cache = transformers.DynamicCache(config=model.config)
+    assert px.generate(model, prompts, past_key_values=cache, **options).equal(ids)
+    assert not any(each.keys.is_inference() for each in cache.layers)
+    ids.add_(0)
+    losses = [each.train()(input_ids=ids, labels=ids).loss for each in (model, copied)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].equal(losses[1])
+    for ours, theirs in zip(model.parameters(), copied.parameters(), strict=True):
+        assert ours.grad.equal(theirs.grad)
+
+
 SAMPLING = {
     "temperature": {"temperature": 1.5, "top_k": 0},
     "top_k, by default": {},
