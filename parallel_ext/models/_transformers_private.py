@@ -6,6 +6,7 @@ Of a subclass, such as CogAgent's model, what transformers asks subclasses for s
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,6 +69,18 @@ def ignored_in_files(model: Any) -> tuple[str, ...]:
 
 
 # --- Steps of ``generate`` ---
+
+
+def let_keys_size_static_caches(model: nn.Module) -> None:
+    """Let the first keys say how many heads a static cache holds, where the configuration would.
+
+    A rank has fewer.
+    """
+    model._get_static_cache_init_shape = MethodType(_unknown_sizes, model)
+
+
+def _unknown_sizes(model: nn.Module) -> None:
+    return None
 
 
 def prefill(

@@ -14,7 +14,10 @@ from torch import nn
 
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
-from parallel_ext.models._transformers_private import is_input_hook
+from parallel_ext.models._transformers_private import (
+    is_input_hook,
+    let_keys_size_static_caches,
+)
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
@@ -185,6 +188,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         name = function.__name__
         if hasattr(model, name):  # published code of before transformers 5 does not generate
             setattr(model, name, MethodType(_in_place_of(type(model), function), model))
+    let_keys_size_static_caches(model)
     state.own_forward = model.forward.__func__
     state.drops = bool(dropouts_of(model))
     watch_forward(model)

@@ -210,6 +210,10 @@ REPLICATED = Tiny(heads=4, key_value_heads=1, tied=True)
 GENERATION = {
     "greedy": ({"do_sample": False}, TINY),
     "greedy, static cache": ({"do_sample": False, "cache_implementation": "static"}, REPLICATED),
+    "greedy, static cache, prompt in parts": (
+        {"do_sample": False, "cache_implementation": "static", "prefill_chunk_size": 3},
+        TINY,
+    ),
     "greedy without a cache": ({"do_sample": False, "use_cache": False}, TINY),
     "beams": ({"do_sample": False, "num_beams": 3}, REPLICATED),
     "sampling": ({"do_sample": True, "top_k": 20, "temperature": 1.3}, TINY),
