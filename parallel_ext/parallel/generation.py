@@ -150,11 +150,24 @@ def _decode(
     # Tensors that outlive the call must not be made in it: those of the caller's cache, and those
     # that FSDP gathers.
     outlives = cache_stays or state.zero is not None
-    with nullcontext() if outlives else torch.inference_mode():
-        generated = _loop(
-            model, input_ids, choose, stopping_criteria, generation_config, streamer, model_kwargs
-        )
+    options = (choose, stopping_criteria, generation_config, streamer, model_kwargs)
+    try:
+        with nullcontext() if outlives else torch.inference_mode():
+            generated = _loop(model, input_ids, *options)
+    finally:
+        _copy_what_modules_keep(model)
     return generated.clone()
+
+
+def _copy_what_modules_keep(model: nn.Module) -> None:
+    """Let the tensors that modules have made in the loop be changed and trained on behind it.
+
+    As the frequencies of a rotary embedding, which longer sequences change.
+    """
+    for module in model.modules():
+        for name, kept in (*module.named_buffers(recurse=False), *vars(module).items()):
+            if isinstance(kept, torch.Tensor) and kept.is_inference():
+                setattr(module, name, kept.clone())
 
 
 def _loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,11 +80,56 @@ def test_the_shortest_of_several_lengths_ends_all_rows(length: int) -> None:
     assert ours.equal(reference.generate(prompts, **options))
 
 
+class _Counted(transformers.StoppingCriteria):
+    """Ends nothing, or raises after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.steps -= 1
+        if self.steps == 0:
+            raise TimeoutError
+        return ids.new_zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8},
+            **{"short_factor": 4 * [1.0], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_what_modules_keep_of_a_generation_may_be_changed(
+    rope: dict[str, Any], raises: bool
+) -> None:
+    model = parallel(_with_rope(rope), px.init_mesh())
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    criterion = transformers.StoppingCriteriaList([_Counted(10 if raises else 99)])
+    with pytest.raises(TimeoutError) if raises else nullcontext():
+        px.generate(model, torch.tensor([[5, 6]]), stopping_criteria=criterion, **options)
+    for module in model.modules():
+        for kept in (*module.buffers(recurse=False), *vars(module).values()):
+            assert not (isinstance(kept, torch.Tensor) and kept.is_inference())
+    for buffer in model.buffers():  # as DistributedDataParallel does at each forward
+        buffer.mul_(1)
+
+
+def _with_rope(rope: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A model for 8 tokens, of which a rotary embedding makes more."""
+    config = TINY.config()
+    config.rope_parameters, config.max_position_embeddings = {**rope, "rope_theta": 1e4}, 8
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
 def test_what_outlives_a_generation_may_be_changed_and_trained_on() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = TINY.model().eval()
-    model.config.rope_parameters, model.config.max_position_embeddings = rope, 8
-    model = type(model)(model.config).eval()
+    model = _with_rope({"rope_type": "dynamic", "factor": 2.0})
     copied = parallel(model, mesh := px.init_mesh())
     model = parallel(model, mesh)
     prompts = torch.tensor([[5, 6], [7, 8]])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel
 
@@ -48,6 +49,21 @@ def test_a_missing_sum_is_found() -> None:
     for report, _ in pool(2).run(_report, None, True, 2):
         assert report.worst[1] > 1e-2
         assert report.worst[0] in str(report)
+
+
+def _grown() -> float:
+    config = TINY.config()
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.max_position_embeddings = 4
+    torch.manual_seed(1)
+    model = parallel(transformers.LlamaForCausalLM(config), mesh_of())
+    with torch.no_grad():
+        model(**batch(TINY.vocab_size, tokens=30))
+    return px.check_gradients(model, batch(TINY.vocab_size)).worst[1]
+
+
+def test_rotary_frequencies_of_longer_sequences_before_are_no_error() -> None:
+    assert max(pool(2).run(_grown)) < 1e-5
 
 
 def _frozen() -> set[str]:
