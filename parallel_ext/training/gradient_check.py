@@ -131,11 +131,10 @@ def _compare(
     for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
         if name in values:
             tensor.data = values[name].to(tensor.device, copy=True)
-    parts = dict(model.named_modules())
-    for name, part in reference.named_modules():
-        for key, value in vars(parts[name]).items():
+    for name, part in model.named_modules():
+        for key, value in vars(part).items():
             if key.endswith("max_seq_len_cached"):  # of dynamic rotary embeddings, which grow
-                setattr(part, key, value)
+                setattr(reference.get_submodule(name), key, value)
     reference.train(model.training)
     if state_of(model).spec.head is not None:  # else it classifies, by labels that are no ids
         reference.loss_function = _exact_loss
