@@ -69,7 +69,7 @@ class CopyInput(ComputingHook):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = args[0] if args else kwargs["hidden_states"]
         readers = self._readers(module)
-        inside = entered(hidden, self.group, unchanged=bool(readers))
+        inside = entered(hidden, self.group, unchanged=len(readers) > 0)
         if self.together and can_be_computed_together(readers, hidden):
             weights, biases = zip(*(layer.for_use() for layer in readers), strict=True)
             products = ops.column_linears(hidden, weights, biases, group=self.group)
