@@ -42,8 +42,6 @@ def _differences(tiny: Any, sides: dict[str, int], device: torch.device) -> dict
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(name: str, device: torch.device) -> None:
-    if "tp" not in CASES[name][1] and torch.__version__ < "2.13":
-        pytest.skip("replicas are kept equal by px.data_parallel, which needs torch 2.13")
     for differences in pool(2).run(_differences, *CASES[name], device):
         error, where = worst(differences)
         assert error <= FLOOR[torch.float64], where
