@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from cuda_threads import CSRC, TORCH_INCLUDE
 
 OLDEST_STANDARD = "-std=c++17"  # of torch 2.11; 2.13 compiles as C++20
@@ -19,15 +20,16 @@ def _errors(sources: Sequence[Path], folder: Path) -> str:
     """What the compiler says against the sources, with what they do in a build for GPUs."""
     joined = folder / "joined.cpp"
     joined.write_text("".join(f'#include "{source}"\n' for source in sources))
-    torch = (TORCH_INCLUDE, TORCH_INCLUDE / "torch/csrc/api/include")
+    of_torch = (TORCH_INCLUDE, TORCH_INCLUDE / "torch/csrc/api/include")
     command = [
         *(os.environ.get("CXX", "c++"), OLDEST_STANDARD, "-fsyntax-only", "-w", joined),
         *("-DPARALLEL_EXT_WITH_CUDA", "-DTORCH_EXTENSION_NAME=_C", "-fopenmp", f"-I{CSRC}"),
-        *(f"-isystem{path}" for path in (*torch, sysconfig.get_path("include"))),
+        *(f"-isystem{path}" for path in (*of_torch, sysconfig.get_path("include"))),
     ]
     return subprocess.run(command, capture_output=True, text=True).stderr
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="its headers refuse C++17")
 @pytest.mark.parametrize("folders", FOLDERS, ids=" ".join)
 def test_sources_are_of_the_oldest_standard(folders: tuple[str, ...], tmp_path: Path) -> None:
     sources = [each for name in folders for each in sorted((CSRC / name).glob("*.cpp"))]
