@@ -146,7 +146,7 @@ def _decode(
     choose = partial(_largest, state=state)
     if generation_config.do_sample:
         choose = partial(_draw, state=state, filters=filters, seed=seed)
-    # In inference mode torch keeps no books for autograd, which takes a tenth of a token's time.
+    # In inference mode torch keeps no books for autograd, which takes time of the host.
     # Tensors that outlive the call must not be made in it: those of the caller's cache, and those
     # that FSDP gathers.
     outlives = cache_stays or state.zero is not None

@@ -135,7 +135,7 @@ def watch_forward(model: nn.Module) -> None:
     Before anything of them is computed, the first decoder layer and the head raise unless ours has
     begun. The embedding may be asked, as by a wrapper that adds noise: what it returns is
     replicated. What begins behind the first layer raises at the end: hooks on all layers would take
-    3 % of the time of a token in decoding.
+    time of the host in decoding.
     """
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
