@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_threads import CSRC, TORCH_INCLUDE
+from cuda_threads import CSRC
+from torch.utils import cpp_extension
 
 OLDEST_STANDARD = "-std=c++17"  # of torch 2.11; 2.13 compiles as C++20
 FOLDERS = [(".", "base", "comm"), ("linear",), ("moe",), ("vocab",)]  # each compiled as one source
@@ -20,11 +21,11 @@ def _errors(sources: Sequence[Path], folder: Path) -> str:
     """What the compiler says against the sources, with what they do in a build for GPUs."""
     joined = folder / "joined.cpp"
     joined.write_text("".join(f'#include "{source}"\n' for source in sources))
-    of_torch = (TORCH_INCLUDE, TORCH_INCLUDE / "torch/csrc/api/include")
     command = [
         *(os.environ.get("CXX", "c++"), OLDEST_STANDARD, "-fsyntax-only", "-w", joined),
         *("-DPARALLEL_EXT_WITH_CUDA", "-DTORCH_EXTENSION_NAME=_C", "-fopenmp", f"-I{CSRC}"),
-        *(f"-isystem{path}" for path in (*of_torch, sysconfig.get_path("include"))),
+        *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+        f"-isystem{sysconfig.get_path('include')}",
     ]
     return subprocess.run(command, capture_output=True, text=True).stderr
 

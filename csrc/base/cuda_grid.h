@@ -75,6 +75,16 @@ __device__ __forceinline__ void for_work(int64_t rows, int64_t columns, const Us
   }
 }
 
+// Calls use(row) in a grid of whole rows. All threads of a block call it equally often, as
+// __syncthreads needs; a row may be `rows` or more.
+template <typename Use>
+__device__ __forceinline__ void for_whole_rows(int64_t rows, const Use& use) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  for (int64_t first = int64_t{blockIdx.x} * blockDim.y; first < rows; first += step) {
+    use(first + threadIdx.y);
+  }
+}
+
 template <typename... Parameters, typename... Args>
 void launch(void (*kernel)(Parameters...), const GridShape& grid, int device, Args... args) {
   const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));

@@ -61,9 +61,8 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
   });
 }
 
-// The threads of one threadIdx.y compute the gradients of one row. The gradient of the row's weight
-// is a sum over each thread's columns, then over halves of the threads, so always in the same
-// order.
+// The threads of a row compute its gradients. That of its weight is a sum over each thread's
+// columns, then over halves of the threads, so always in the same order.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
     gate_backward_kernel(int64_t rows, int64_t columns,
@@ -75,9 +74,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   __shared__ wide_of<scalar_t> parts_of_rows[kBlockThreads];
   const int thread = static_cast<int>(threadIdx.x), wide = static_cast<int>(blockDim.x);
   wide_of<scalar_t>* const parts = parts_of_rows + threadIdx.y * wide;
-  for (int64_t first = int64_t{blockIdx.x} * blockDim.y; first < rows;
-       first += int64_t{gridDim.x} * blockDim.y) {
-    const int64_t row = first + threadIdx.y;
+  for_whole_rows(rows, [&](int64_t row) {
     wide_of<scalar_t> sum = 0;
     for (int64_t column = thread; row < rows && column < columns; column += wide) {
       const int64_t gate = row * 2 * columns + column, up = gate + columns;
@@ -102,7 +99,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     if (thread == 0 && row < rows) grad_weights[row] = parts[0];
     __syncthreads();  // before the next row's parts overwrite these
-  }
+  });
 }
 
 template <typename piece_t>

@@ -260,16 +260,6 @@ __device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_
   }
 }
 
-// Calls use(token) for the rows of this block. All threads of a block call it equally often, as
-// __syncthreads needs; a token may be num_tokens or more.
-template <typename Use>
-__device__ __forceinline__ void for_tokens(int64_t num_tokens, const Use& use) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.y;
-  for (int64_t first = int64_t{blockIdx.x} * blockDim.y; first < num_tokens; first += step) {
-    use(first + threadIdx.y);
-  }
-}
-
 // The bits of an id, stored as a floating-point number.
 template <typename wide_t>
 __device__ wide_t bits_of_id(int64_t id) {
@@ -314,7 +304,7 @@ __global__ void __launch_bounds__(kBlockThreads, plain ? kMoreBlocks : kLeastBlo
   using wide_t = wide_of<scalar_t>;
   __shared__ Part<wide_t> parts[kBlockThreads];
   Part<wide_t>* own = parts + threadIdx.y * blockDim.x + threadIdx.x;
-  for_tokens(shard.num_tokens, [&](int64_t token) {
+  for_whole_rows(shard.num_tokens, [&](int64_t token) {
     Part<wide_t> part = empty_part<wide_t>();
     if (token < shard.num_tokens) {
       const scalar_t* row = shard.logits + token * shard.stride;
@@ -412,7 +402,7 @@ __global__ void __launch_bounds__(kBlockThreads, kMoreBlocks)
                     const wide_of<scalar_t>* __restrict__ factors, scalar_t* grad_logits,
                     int64_t grad_stride) {
   using wide_t = wide_of<scalar_t>;
-  for_tokens(shard.num_tokens, [&](int64_t token) {
+  for_whole_rows(shard.num_tokens, [&](int64_t token) {
     if (token >= shard.num_tokens) return;
     const Factors<wide_t> factor(normalizer, factors, shard.num_tokens, token);
     const bool all_zero = factor.all_zero();

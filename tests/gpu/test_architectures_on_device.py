@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from ranks import pool
 from reference import assert_within, batch, difference, gradients_of, parallel, shard_differences
 from reference_images import DECODERS, decoder_of, image_batch, tiny_model
 from reference_mixtral import batches, differences_of_steps
-from test_specs import KINDS, OfSpec, in_fp64, model_type
-from torch.utils._pytree import tree_map
+from test_specs import KINDS, OfSpec, in_fp64
 
 import parallel_ext as px
-from parallel_ext.models import SPECS
 
 ON_CPU = ("gpt_oss", "llava")  # the other tests of ``make test`` train and load all of them
 
@@ -27,16 +24,10 @@ def _skip_most_on_cpu(kind: str, device: torch.device) -> None:
         pytest.skip("tests/models has all architectures on a CPU")
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda each: placed(each, device), value)
-
-
 def _mesh(kind: str, device: torch.device) -> px.Mesh:
     torch.backends.cudnn.allow_tf32 = False  # convolutions, too, in fp32
-    mixture = SPECS[model_type(kind)].mixture
-    config = OfSpec(kind).config()
-    has_experts = mixture is not None and getattr(config, mixture.num_experts) is not None
-    return px.init_mesh(tp=2, ep=2 if has_experts else 1, timeout=60.0, device=device)
+    ep = 2 if OfSpec(kind).has_experts else 1
+    return px.init_mesh(tp=2, ep=ep, timeout=60.0, device=device)
 
 
 @in_fp64()
@@ -45,7 +36,7 @@ def _trained(kind: str, device: torch.device) -> dict[str, float]:
         mesh = _mesh(kind, device)
         reference = OfSpec(kind).model().to(device)
         model = parallel(reference, mesh)
-        steps = (_on(batches(OfSpec(kind), 1, seed=step), device) for step in range(2))
+        steps = (placed(batches(OfSpec(kind), 1, seed=step), device) for step in range(2))
         differences = differences_of_steps(reference, model, mesh, steps)
         mesh.close()
     return differences
@@ -54,7 +45,7 @@ def _trained(kind: str, device: torch.device) -> dict[str, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_one_process(kind: str, device: torch.device) -> None:
     _skip_most_on_cpu(kind, device)
-    spec = SPECS[model_type(kind)]
+    spec = OfSpec(kind).spec
     # Routers and delta rules are computed in fp32, by other products for other shapes.
     limit = 1e-3 if spec.delta_net else 3e-5 if spec.mixture else 1e-8
     assert_within(pool(2).run(_trained, kind, device), limit)
@@ -67,7 +58,7 @@ def _loaded(kind: str, source: str, device: torch.device) -> dict[str, float]:
         plain = of.from_pretrained(source, dtype=torch.float32).eval().to(device)
         model = px.from_pretrained(source, mesh, dtype=torch.float32)
         assert {each.device for each in model.parameters()} == {mesh.device}
-        one = _on(batch(101), device)
+        one = placed(batch(101), device)
         evaluated, expected = model(**one), plain(**one)
         prompt = torch.tensor([[5, 6, 7, 8, 9, 10]], device=device)
         options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -96,7 +87,7 @@ def _with_images(kind: str, device: torch.device) -> dict[str, float]:
         mesh = px.init_mesh(tp=2, timeout=60.0, device=device)
         reference, ours = (tiny_model(kind).to(device) for _ in range(2))
         px.parallelize(decoder_of(ours), mesh)
-        one = _on(image_batch(3, kind), device)
+        one = placed(image_batch(3, kind), device)
         losses = [model(**one).loss for model in (reference, ours)]
         for loss in losses:
             loss.backward()

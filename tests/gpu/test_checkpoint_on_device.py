@@ -11,7 +11,6 @@ from on_device import placed
 from reference import parallel
 from reference_mixtral import TinyMixtral, batches
 from reference_training import LLAMA, optimizer_of
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 
@@ -19,7 +18,7 @@ import parallel_ext as px
 def _trained(tiny: Any, model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
     device = next(model.parameters()).device
     for step in steps:
-        data = tree_map(lambda each: placed(each, device), batches(tiny, 1, seed=step)[0])
+        data = placed(batches(tiny, 1, seed=step)[0], device)
         model(**data).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

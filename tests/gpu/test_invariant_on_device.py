@@ -15,7 +15,6 @@ from reference_invariant import BITS, assert_bits, digests
 from reference_leaves import KINDS as LEAF_KINDS
 from reference_leaves import leaf_batch
 from reference_mixtral import TinyMixtral
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 
@@ -58,9 +57,7 @@ def _train(tiny: Tiny, device: torch.device, invariant: bool = True) -> BITS:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         log = []
         for step in range(3):
-            data = tree_map(
-                lambda each: placed(each, device), batch(tiny.vocab_size, 2, 16, seed=step)
-            )
+            data = placed(batch(tiny.vocab_size, 2, 16, seed=step), device)
             loss = model(**data).loss
             loss.backward()
             norm = px.clip_grad_norm_(model, 0.5)
@@ -87,7 +84,7 @@ def _train_leaves(kind: str, tp: int, device: torch.device) -> tuple[list[str], 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
         for step in range(3):
-            data = tree_map(lambda each: placed(each, device), leaf_batch(tiny.vocab_size, step))
+            data = placed(leaf_batch(tiny.vocab_size, step), device)
             losses.append(px.train_leaves(model, data).item().hex())
             px.clip_grad_norm_(model, 0.5)
             optimizer.step()

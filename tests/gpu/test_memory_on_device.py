@@ -9,7 +9,6 @@ import torch
 from on_device import placed
 from reference import Tiny, parallel
 from reference_mixtral import TinyMixtral, TinyQwen3Moe, batches
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 
@@ -20,7 +19,7 @@ MODELS = {"Llama": Tiny(), "Mixtral": TinyMixtral(), "Qwen3-MoE": TinyQwen3Moe()
 def test_steps_leave_no_memory_behind(tiny: Any, cuda: torch.device) -> None:
     model = parallel(tiny.model().to(cuda), px.init_mesh(device=cuda))
     optimizer = torch.optim.AdamW(model.parameters())
-    data = tree_map(lambda each: placed(each, cuda), batches(tiny, 1)[0])
+    data = placed(batches(tiny, 1)[0], cuda)
     after = []
     for _ in range(30):
         model(**data).loss.backward()

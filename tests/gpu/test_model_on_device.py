@@ -13,16 +13,11 @@ from reference import FLOOR, Tiny, batch, exact_norms, worst
 from reference_lora import ALL
 from reference_mixtral import TinyMixtral, TinyQwen3Moe, batches, differences_of_steps
 from reference_ops import aten_path
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 
 MODELS = {"Llama": Tiny(), "Mixtral": TinyMixtral(), "Qwen3-MoE": TinyQwen3Moe()}
 EVERY_MODEL = pytest.mark.parametrize("tiny", MODELS.values(), ids=MODELS)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda each: placed(each, device), value)
 
 
 def _loaded(reference: Any, folder: Path, device: torch.device) -> tuple[Any, px.Mesh]:
@@ -55,7 +50,7 @@ def test_steps_are_those_of_huggingface(name: str, device: torch.device, tmp_pat
     model, mesh = _loaded(reference, tmp_path, device)
     if name == "LoRA":
         reference, model = _with_adapters(reference, model)
-    of_steps = (_on(batches(tiny, 1, seed=step), device) for step in range(3))
+    of_steps = (placed(batches(tiny, 1, seed=step), device) for step in range(3))
     differences = differences_of_steps(reference, model, mesh, of_steps)
     assert len(differences) > 20
     error, where = worst(differences)
@@ -68,7 +63,7 @@ def test_greedy_tokens_are_those_of_huggingface(
 ) -> None:
     reference = tiny.model().eval().to(device)
     model, _ = _loaded(reference, tmp_path, device)
-    prompt = _on(batch(tiny.vocab_size), device)
+    prompt = placed(batch(tiny.vocab_size), device)
     del prompt["labels"]
     options = {"max_new_tokens": 9, "eos_token_id": None, "do_sample": False}
     expected = reference.generate(**prompt, **options)
@@ -86,7 +81,7 @@ def test_sampled_tokens_are_those_of_the_cpu(
     tokens = []
     for where, aten in ((device, device.type == "cpu"), (CPU, False)):
         model, _ = _loaded(reference, tmp_path, where)
-        arguments = {**_on(prompt, where), "do_sample": True, "max_new_tokens": 12, "seed": 3}
+        arguments = {**placed(prompt, where), "do_sample": True, "max_new_tokens": 12, "seed": 3}
         with aten_path(aten):
             ids = arguments.pop("input_ids")
             tokens.append(px.generate(model.eval(), ids, **arguments, **options).tolist())

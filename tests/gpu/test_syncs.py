@@ -30,7 +30,6 @@ from reference import Tiny, parallel
 from reference_mixtral import TinyMixtral, batches
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -87,7 +86,7 @@ def _measured(function: Callable[[], Any]) -> dict[str, int]:
 def _op(name: str, device: torch.device) -> Callable[[], Any]:
     """The op's usual call, without its backward."""
     torch.manual_seed(0)
-    sample = tree_map(lambda each: placed(each, device), samples_of(name, ops.ALONE)[0])
+    sample = placed(samples_of(name, ops.ALONE)[0], device)
     return lambda: getattr(torch.ops.parallel_ext, name)(*sample)
 
 
@@ -95,7 +94,7 @@ def _step(name: str, device: torch.device) -> Callable[[], Any]:
     """Forward, backward and clipping, after a first step."""
     tiny = MODELS[name]
     model = parallel(tiny.model().to(device), px.init_mesh(device=device))
-    data = tree_map(lambda each: placed(each, device), batches(tiny, 1)[0])
+    data = placed(batches(tiny, 1)[0], device)
 
     def step() -> None:
         model(**data).loss.backward()

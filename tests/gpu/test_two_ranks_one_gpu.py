@@ -10,7 +10,6 @@ from on_device import device_path, placed
 from ranks import pool
 from reference import FLOOR, Tiny, parallel, worst
 from reference_mixtral import TinyMixtral, TinyQwen3Moe, batches, differences_of_steps
-from torch.utils._pytree import tree_map
 
 import parallel_ext as px
 from parallel_ext import _C
@@ -28,10 +27,7 @@ def _differences(tiny: Any, sides: dict[str, int], device: torch.device) -> dict
         mesh = px.init_mesh(**sides, timeout=60.0, device=device)
         reference = tiny.model().to(device)
         model = px.data_parallel(parallel(reference, mesh), mesh)
-        of_steps = (
-            tree_map(lambda each: placed(each, device), batches(tiny, mesh.dp_size, seed=step))
-            for step in range(2)
-        )
+        of_steps = (placed(batches(tiny, mesh.dp_size, seed=step), device) for step in range(2))
         _C.reset_collective_counts()
         differences = differences_of_steps(reference, model, mesh, of_steps)
         assert {each.device for each in model.parameters()} == {mesh.device}
@@ -58,7 +54,7 @@ def _first_gradient(swapped: bool, device: torch.device) -> float:
             with torch.no_grad():
                 start = 50 * (1 - mesh.tp_rank)
                 model.lm_head.weight.copy_(reference.lm_head.weight[start : start + 50])
-        data = tree_map(lambda each: placed(each, device), batches(tiny, 1))
+        data = placed(batches(tiny, 1), device)
         differences = differences_of_steps(reference, model, mesh, [data])
         mesh.close()
     return worst(differences)[0]

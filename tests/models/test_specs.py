@@ -38,6 +38,7 @@ from transformers.models.vaultgemma import modeling_vaultgemma
 
 import parallel_ext as px
 from parallel_ext.models import SPECS
+from parallel_ext.models.spec import ModelSpec
 
 _EXPERTS = {
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"},
@@ -57,7 +58,7 @@ _DELTA_NET = {
 }
 
 
-def model_type(kind: str) -> str:
+def _model_type(kind: str) -> str:
     return kind.partition(" ")[0]
 
 
@@ -187,7 +188,7 @@ KINDS = {  # a model_type, which words may follow
 }
 
 KINDS = {  # not all are in 5.15
-    kind: KINDS[kind] for kind in KINDS if model_type(kind) in transformers.CONFIG_MAPPING
+    kind: KINDS[kind] for kind in KINDS if _model_type(kind) in transformers.CONFIG_MAPPING
 }
 # Classes of Llama, DeepSeek, OLMoE or Qwen by other names: one test of each in every run.
 _ALIKE = (
@@ -223,7 +224,16 @@ class OfSpec:
             "attention_dropout": 0.0,
             **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         }
-        return transformers.CONFIG_MAPPING[model_type(self.kind)](**sizes | KINDS[self.kind])
+        return transformers.CONFIG_MAPPING[_model_type(self.kind)](**sizes | KINDS[self.kind])
+
+    @property
+    def spec(self) -> ModelSpec:
+        return SPECS[_model_type(self.kind)]
+
+    @property
+    def has_experts(self) -> bool:
+        mixture = self.spec.mixture
+        return mixture is not None and getattr(self.config(), mixture.num_experts) is not None
 
     def model(self, seed: int = 1) -> transformers.PreTrainedModel:
         """The single-process model, the same on every rank."""
@@ -357,7 +367,7 @@ _IN_FP32 = (
 
 def _tolerance(kind: str) -> float:
     """Of a fp64 model: some routers and delta rules are computed in fp32."""
-    in_fp32 = kind in _IN_FP32 or SPECS[model_type(kind)].delta_net is not None
+    in_fp32 = kind in _IN_FP32 or OfSpec(kind).spec.delta_net is not None
     return 3e-5 if in_fp32 else 1e-10
 
 
@@ -383,9 +393,7 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
     case: str, tmp_path: Path
 ) -> None:
     tiny, tp, sizes = CASES[case]
-    mixture = SPECS[model_type(tiny.kind)].mixture
-    has_experts = mixture is not None and getattr(tiny.config(), mixture.num_experts) is not None
-    layout = Layout(1, tp, tp if has_experts else 1)
+    layout = Layout(1, tp, tp if tiny.has_experts else 1)
     found = pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes)
     assert_within(found, _tolerance(tiny.kind))
 
@@ -443,7 +451,7 @@ _NOT_BY_TOKENS = {
 @pytest.mark.parametrize("kind", _unlike(sorted({*KINDS} - {*_NOT_BY_TOKENS})))
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
-    attention = SPECS[model_type(kind)].attention
+    attention = tiny.spec.attention
     if attention and (attention.head_norms or attention.key_norm):
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
     options = {"sequence_parallel": True}

@@ -18,8 +18,12 @@ def device_path(device: torch.device) -> AbstractContextManager[None]:
     return aten_path(device.type == "cpu")
 
 
-def placed(value: Any, device: torch.device, exact: bool = False) -> Any:
-    """Copy the tensors in ``value`` with their strides; ``exact``: in fp64, dtypes as well."""
+def placed(values: Any, device: torch.device, exact: bool = False) -> Any:
+    """Copy the tensors in ``values`` with their strides; ``exact``: in fp64, dtypes as well."""
+    return tree_map(lambda each: _placed(each, device, exact), values)
+
+
+def _placed(value: Any, device: torch.device, exact: bool) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if exact else value
     if not isinstance(value, torch.Tensor):
@@ -81,7 +85,7 @@ def assert_as_in_fp64(
     """
     exact = args if exact_args is None else exact_args
     with aten_path(False):
-        expected = answers(function, tree_map(lambda each: placed(each, CPU, exact=True), exact))
+        expected = answers(function, placed(exact, CPU, exact=True))
     floats = [
         each.dtype
         for each in tree_flatten(args)[0]
@@ -90,7 +94,7 @@ def assert_as_in_fp64(
     bound = max((TOLERANCE[each] for each in floats), default=0.0)
     runs = []
     for again in range(3):
-        on_device = tree_map(lambda each: placed(each, device), args)
+        on_device = placed(args, device)
         if again < 2:
             runs.append(answers(function, on_device))
             continue
