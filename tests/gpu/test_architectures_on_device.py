@@ -51,6 +51,7 @@ def test_it_trains_as_one_process(kind: str, device: torch.device) -> None:
     assert_within(pool(2).run(_trained, kind, device), limit)
 
 
+@torch.no_grad()
 def _loaded(kind: str, source: str, device: torch.device) -> dict[str, float]:
     with device_path(device):
         mesh = _mesh(kind, device)
