@@ -33,7 +33,7 @@ _OUTGROWN = (
 # Arguments of HuggingFace's generate that would act on gathered logits or on another loop.
 _REFUSED_ARGUMENTS = (
     *("logits_processor", "prefix_allowed_tokens_fn", "assistant_model", "custom_generate"),
-    *("negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask"),
 )
 _REFUSED_OUTPUTS = (
     *("return_dict_in_generate", "output_scores", "output_logits"),

@@ -268,19 +268,23 @@ def test_adapters_of_peft_take_part() -> None:
         assert ours == expected
 
 
-def _of_other_lengths(use_cache: bool) -> list[list]:
+def _of_other_lengths(options: dict[str, Any]) -> list[list]:
     tiny, mesh = TinyMixtral(), Layout(2, 1, 2).mesh()
     reference = tiny.model().eval()
     model = parallel(reference, mesh)
     arguments = {**_prompt(tiny.vocab_size), "do_sample": False, "eos_token_id": None}
-    arguments |= {"max_new_tokens": 7 - 4 * mesh.dp_rank, "use_cache": use_cache}
+    arguments |= {"max_new_tokens": 7 - 4 * mesh.dp_rank} | options
     runs = reference.generate, model.generate, partial(px.generate, model)
     return [run(**arguments).tolist() for run in runs]
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others(use_cache: bool) -> None:
-    for expected, huggingface, ours in pool(2).run(_of_other_lengths, use_cache):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_cache": False}, {"synced_gpus": False}],  # the last one as Seq2SeqTrainer asks for
+    ids=str,
+)
+def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others(options: dict) -> None:
+    for expected, huggingface, ours in pool(2).run(_of_other_lengths, options):
         assert huggingface == expected
         assert ours == expected
 
