@@ -9,11 +9,13 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from parallel_ext.models.afmoe import AFMOE
 from parallel_ext.models.deepseek import DEEPSEEK
 from parallel_ext.models.ernie4_5_moe import ERNIE4_5_MOE
 from parallel_ext.models.gemma import GEMMAS
 from parallel_ext.models.gpt_oss import GPT_OSS
-from parallel_ext.models.hy_v3 import HY_V3
+from parallel_ext.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from parallel_ext.models.hy_v3 import HUNYUAN_MOE, HY_V3
 from parallel_ext.models.llama import DENSE
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
@@ -42,7 +44,8 @@ SPECS: dict[str, ModelSpec] = {
     for spec in (
         *DENSE,
         *GEMMAS,
-        *(MIXTRAL, *QWEN_MOE, *DEEPSEEK, HY_V3),
+        *(MIXTRAL, *QWEN_MOE, *DEEPSEEK, HY_V3, HUNYUAN_MOE, AFMOE),
+        *(GRANITE_MOE, GRANITE_MOE_SHARED),
         *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, *NEWEST_QWEN),
     )
 }

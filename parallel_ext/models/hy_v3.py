@@ -1,13 +1,14 @@
-"""Hunyuan 3 (HY-V3): experts chosen by sigmoids, and norms of single heads."""
+"""Hunyuan's mixtures of experts: A13B, and Hunyuan 3 (HY-V3), whose experts sigmoids choose."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from parallel_ext.models.llama import MLP, QWEN3
+from parallel_ext.models.llama import HUNYUAN, MLP, QWEN3
 from parallel_ext.models.mixtral import MIXTRAL
-from parallel_ext.nn.routing import Choose, Product
+from parallel_ext.models.qwen_moe import QWEN3_MOE
+from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 _SHARED = [f"{name}.weight" for name in (*MLP.inputs, *MLP.outputs)]
 
@@ -32,6 +33,31 @@ def _route(
     return logits, weights * router.router_scaling_factor, expert_ids
 
 
+def _route_v1(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``HunYuanMoEV1Gate`` does; a token's weights have the dtype of its logits."""
+    weight = router.wg.weight
+    hidden = hidden_states.reshape(-1, hidden_states.size(-1))
+    logits = product(hidden.float() if weight.dtype == torch.float32 else hidden, weight)
+    weights, expert_ids = choose.by_softmax(in_fp32(logits), router.top_k, True)
+    return logits, weights.to(logits.dtype), expert_ids
+
+
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    model_type="hunyuan_v1_moe",
+    mlp=None,
+    mixture=replace(
+        QWEN3_MOE.mixture,
+        router_class="HunYuanMoEV1Gate",
+        route=_route_v1,
+        experts_class="HunYuanMoEV1Experts",
+        num_experts="num_local_experts",
+        shared=replace(MLP, name="shared_mlp"),
+        balances=False,
+    ),
+)
 HY_V3 = replace(
     QWEN3,
     model_type="hy_v3",

@@ -66,6 +66,8 @@ class ModelSpec:
             hidden states, sharded by its rows. A model may lack it, by its configuration.
         in_image_files: path of the decoder in files of a model with images, of which transformers'
             causal class loads the text model alone; None where it loads none.
+        since: the first release of transformers whose classes are meant, as "5.21"; None where any
+            release has them that is served.
     """
 
     model_type: str
@@ -89,6 +91,7 @@ class ModelSpec:
     scaled_embedding: str | None = None
     layer_embedding: str | None = None
     in_image_files: str | None = None
+    since: str | None = None
 
     def check(self) -> None:
         """Raise unless the fields have values of their types, and something is sharded.

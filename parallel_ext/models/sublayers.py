@@ -43,6 +43,7 @@ class AttentionNames:
         query_norm, key_norm: names in the attention of the norms over all heads of the queries and
             of the keys; their weights are sharded as these. None where there is none.
         gated: whether ``query`` has a gate of ``head_dim`` features behind each head.
+        gate: name in the attention of a projection of its own for that; None where there is none.
         of_heads: parameters of the attention itself with a value for each query head. All ranks
             hold them whole, and use those of their own heads.
         norm_class: of these two: RMSNorm in fp32 or wider, times the weight, then rounded.
@@ -60,6 +61,7 @@ class AttentionNames:
     norm_class: str | None = None
     norm_rounds_first: bool = False
     gated: bool = False
+    gate: str | None = None
     of_heads: tuple[str, ...] = ()
 
     @property
@@ -88,7 +90,8 @@ class AttentionNames:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the projections that read the input of the attention."""
-        return tuple(dict.fromkeys((self.query, *self.keys_and_values)))
+        gate = () if self.gate is None else (self.gate,)
+        return tuple(dict.fromkeys((self.query, *self.keys_and_values, *gate)))
 
     @property
     def keys_and_values(self) -> tuple[str, ...]:
@@ -134,7 +137,7 @@ class AttentionNames:
             if norm is not None:
                 norms |= shard_rows(f"{path}.{norm}", shapes, ranges)
         if self.is_joined:
-            if norms or self.of_heads or self.gated:
+            if norms or self.of_heads or self.gated or self.gate:
                 raise ValueError(
                     f"{', '.join(norms) or path}: norms over all heads, gates and parameters of "
                     "heads are not served where one linear joins query, key and value"
@@ -151,13 +154,15 @@ class AttentionNames:
                 **_bias_beside(joined, shapes),
                 **_shard_columns(f"{path}.{self.output}", shapes, query),
             }
-        keys_and_values: Layouts = {}
+        others: Layouts = {}
         for name in self.keys_and_values:
-            keys_and_values |= shard_rows(f"{path}.{name}", shapes, key_value)
+            others |= shard_rows(f"{path}.{name}", shapes, key_value)
+        if self.gate is not None:
+            others |= shard_rows(f"{path}.{self.gate}", shapes, query)
         return {
             **norms,
             **shard_rows(f"{path}.{self.query}", shapes, scaled(query, self.rows_per_head)),
-            **keys_and_values,
+            **others,
             **_shard_columns(f"{path}.{self.output}", shapes, query),
         }
 

@@ -34,8 +34,9 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
             continue
         module = model.get_submodule(path)
         for name in beside_experts(module, sublayer) if isinstance(sublayer, MixtureNames) else []:
-            linear = type(each := module.get_submodule(name)) is nn.Linear
-            if not f"{name}.".startswith(f"{sublayer.router}.") and not linear:
+            right = (module, *module.get_submodule(sublayer.router).modules())
+            each = module.get_submodule(name)
+            if each not in right and type(each) is not nn.Linear:
                 yield (
                     "gives a mixture this rank's tokens, of which beside router and experts only "
                     f"linears are right; {path}.{name} is a {type(each).__name__}"

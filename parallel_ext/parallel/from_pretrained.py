@@ -164,7 +164,7 @@ def from_pretrained(
         )
         (prefix,) = beginnings_inside(model)
         directory.rename(lambda name: name.removeprefix(prefix))
-        loads = op_name, dtype, device, kept_in_fp32(model, dtype)
+        loads = op_name, dtype, device, _in_fp32(model, inner, dtype)
         directory.load_into(inner, mesh, inside.for_files(directory.shapes), *loads)
         if inner is not model:  # what is around it is on meta still
             directory.load_into(model, mesh, layout, *loads)
@@ -196,6 +196,20 @@ def _decoder_in(model: transformers.PreTrainedModel) -> transformers.PreTrainedM
             + (alone if SPECS[text].in_image_files else "")
         )
     return decoder
+
+
+def _in_fp32(
+    model: transformers.PreTrainedModel, inner: nn.Module, dtype: torch.dtype | None
+) -> tuple[str, ...]:
+    """Return parts of the names of what stays fp32 in a model on meta, and in the decoder in it.
+
+    By the attributes of the class, or since a module asks for it, as the router of Hunyuan-A13B.
+    """
+    kept = kept_in_fp32(model, dtype)
+    if dtype in (None, torch.float32):
+        return kept
+    parameters = (*model.named_parameters(), *inner.named_parameters())
+    return (*kept, *(name for name, each in parameters if each.dtype == torch.float32))
 
 
 def _check(

@@ -56,7 +56,7 @@ _HEAD_NORMS = (
 )
 _TRANSPOSED_HEAD_NORMS = (
     *("Gemma3RMSNorm", "Exaone4RMSNorm", "ExaoneMoeRMSNorm"),
-    *("HunYuanDenseV1RMSNorm", "HYV3RMSNorm"),
+    *("HunYuanDenseV1RMSNorm", "HunYuanMoEV1RMSNorm", "HYV3RMSNorm"),
 )
 _OF_GEMMA = "Gemma3RMSNorm"  # which multiplies by 1 + weight in fp32
 _LATENT_ATTENTION = "parallel_ext_latent"  # its name in transformers

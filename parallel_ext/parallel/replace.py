@@ -297,7 +297,8 @@ class Replacer:
             each[tp.rank] for each in (heads.query, heads.key_value)
         )
         replicas = self._ranks_with_equal(heads.key_value)
-        self._column(f"{path}.{names.query}")
+        for name in filter(None, (names.query, names.gate)):
+            self._column(f"{path}.{name}")
         for name in names.keys_and_values:
             self._column(f"{path}.{name}", replicas)
         self._row(f"{path}.{names.output}")

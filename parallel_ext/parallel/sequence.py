@@ -290,19 +290,22 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     for layer in layers:
         layer.register_forward_pre_hook(own.begin_layer, with_kwargs=True)
     norms = norms_of(model, spec)
-    in_parts, mixtures = [*norms], []
+    in_parts, mixtures = dict.fromkeys(norms), []
     for path, sublayer in sublayers_of_layers(model, spec).items():
         module = model.get_submodule(path)
         if isinstance(sublayer, MixtureNames):
             mixtures.append(path)
-            in_parts += [f"{path}.{name}" for name in beside_experts(module, sublayer)]
+            for name in beside_experts(module, sublayer):
+                of_router = name.startswith(f"{sublayer.router}.")  # which reads it itself
+                user = module.get_submodule(sublayer.router) if of_router else None
+                in_parts[f"{path}.{name}".rstrip(".")] = user
             _give_own_tokens(module, sublayer, own)
         else:
             module.register_forward_pre_hook(own.enter_sublayer, with_kwargs=True)
             module.register_forward_hook(ChangeOutput(own.leave))
-    for path in in_parts:
-        module = model.get_submodule(path)
-        UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
+    for path, user in in_parts.items():
+        used = UsedInParts(path, plan.mesh.tp, own.divided)
+        used.attach(model.get_submodule(path), partials, user)
     decoder = model.get_submodule(spec.decoder)
     if mixtures and spec.mixture.balances:
         decoder.register_forward_pre_hook(own.want_logits, with_kwargs=True)

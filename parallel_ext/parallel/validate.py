@@ -43,7 +43,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
     """Return the spec of a model's class: ours, HuggingFace's, or one that others publish.
 
     Raises:
-        ValueError: there is no spec for it.
+        ValueError: there is no spec for it, or transformers is too old for it.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -59,10 +59,27 @@ def spec_for(model: nn.Module) -> ModelSpec:
             f"supported are {', '.join(served())}{why}"
         )
     spec = SPECS[model_type]
+    if is_too_old_for(spec):
+        raise ValueError(
+            f"parallelize: {model_type!r} needs transformers {spec.since} or newer; this is "
+            f"{transformers.__version__}"
+        )
     if is_decoder(model):
         return spec.of_decoder()
     classifies = isinstance(model, CLASSIFIERS) and spec.mixture is None
     return spec.without_head() if classifies else spec
+
+
+def transformers_version() -> tuple[int, ...]:
+    """Return the first two numbers of the release of transformers that is installed."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def is_too_old_for(spec: ModelSpec) -> bool:
+    """Return whether the transformers that is installed has other classes than ``spec`` means."""
+    return spec.since is not None and transformers_version() < tuple(
+        int(part) for part in spec.since.split(".")
+    )
 
 
 def is_decoder(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import transformers
 
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.parallel.state import is_parallel, state_of
+from parallel_ext.parallel.validate import transformers_version
 
 OLDEST = (5, 23)
 """The oldest transformers whose trainer is served."""
@@ -39,11 +40,6 @@ _WHY_NOT = {
     "save_on_each_node": "all ranks write one checkpoint, to a directory that they share",
     "sync_ref_model": "TRL's callback pairs the parameters of two models that may be sharded apart",
 }
-
-
-def transformers_version() -> tuple[int, ...]:
-    """Return the first two numbers of the release of transformers that is installed."""
-    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def class_of_trl(trainer: transformers.Trainer) -> str | None:

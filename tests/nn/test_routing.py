@@ -7,6 +7,7 @@ import torch
 from reference_ops import ALL_DTYPES
 from torch import nn
 from transformers import CONFIG_MAPPING, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
@@ -14,6 +15,8 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeT
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeTopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
+from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3TopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -23,6 +26,7 @@ from transformers.models.solar_open.modeling_solar_open import SolarOpenTopkRout
 
 from parallel_ext.models import SPECS
 from parallel_ext.nn.routing import Routing
+from parallel_ext.parallel.validate import is_too_old_for
 
 _QWEN = {"hidden_size": 24, "num_experts": 7, "num_experts_per_tok": 3}
 ROUTERS = {
@@ -106,9 +110,22 @@ _BEST = {
         MiniMaxM2TopKRouter,
         {"hidden_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
     ),
+    "granitemoe": (
+        GraniteMoeTopKRouter,
+        {"hidden_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "hunyuan_v1_moe": (HunYuanMoEV1Gate, {"hidden_size": 24, "num_experts": 8, "moe_topk": 3}),
+    "afmoe": (
+        AfmoeTokenChoiceRouter,
+        {"hidden_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "route_scale": 1.7},
+    ),
 }
 
-_GIVEN_CORRECTIONS = (MiniMaxM2TopKRouter, HYV3TopKRouter)  # which their blocks hold
+_BEST = {  # of which not all are in 5.15 as they are now
+    kind: _BEST[kind] for kind in _BEST if not is_too_old_for(SPECS[kind.partition(",")[0]])
+}
+# Their blocks hold the corrections.
+_GIVEN_CORRECTIONS = (MiniMaxM2TopKRouter, HYV3TopKRouter, AfmoeTokenChoiceRouter)
 
 
 def _corrected(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[torch.Tensor]]:
@@ -121,19 +138,24 @@ def _corrected(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[torch.Ten
     return router.to(dtype), [torch.randn(8)] if cls in _GIVEN_CORRECTIONS else []
 
 
+def _hidden(kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    shape = (2, 9, 24) if kind == "afmoe" else (18, 24)  # the former's class takes no other
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
 @ALL_DTYPES
 @pytest.mark.parametrize("kind", _BEST)
 def test_corrected_scores_choose_as_the_class_does(kind: str, dtype: torch.dtype) -> None:
     results = []
     for ours in (False, True):
         router, others = _corrected(kind, dtype)
-        hidden = torch.randn(18, 24, dtype=dtype, requires_grad=True)
+        hidden = _hidden(kind, dtype)
         route = SPECS[kind.partition(",")[0]].mixture.route
         forward = Routing(route).forward if ours else type(router).forward
         logits, weights, ids = forward(router, hidden, *others)
         (logits.float().square().sum() + weights.float().pow(3).sum()).backward()
         dense = torch.zeros(18, 8, dtype=weights.dtype).scatter(1, ids, weights)
-        results.append([logits, dense, router.weight.grad, hidden.grad])
+        results.append([logits, dense, next(router.parameters()).grad, hidden.grad])
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -141,7 +163,7 @@ def test_corrected_scores_choose_as_the_class_does(kind: str, dtype: torch.dtype
 @pytest.mark.parametrize("kind", _BEST)
 def test_corrected_scores_have_the_dtypes_of_the_class_under_autocast(kind: str) -> None:
     router, others = _corrected(kind, torch.float32)
-    hidden = torch.randn(18, 24)
+    hidden = _hidden(kind)
     with torch.autocast("cpu", torch.bfloat16):
         ours = Routing(SPECS[kind.partition(",")[0]].mixture.route).forward(router, hidden, *others)
         theirs = type(router).forward(router, hidden, *others)

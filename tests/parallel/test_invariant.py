@@ -255,6 +255,7 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
         *(Unbiased("ernie4_5_moe"), OfSpec("hy_v3"), OfSpec("solar_open"), OfSpec("exaone_moe")),
         *(OfSpec("hyperclovax"), OfSpec("nanochat"), OfSpec("minicpm3"), OfSpec("youtu")),
         *(OfSpec("mellum"), OfSpec("flex_olmo", heads=5, key_value_heads=5), OfSpec("jais2")),
+        *(OfSpec("granitemoe"), OfSpec("hunyuan_v1_moe")),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
@@ -265,7 +266,7 @@ def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
         assert worst(gradients) < (floor, "")
 
 
-def _gemma_4(kind: str) -> None:
+def _of_kind(kind: str) -> None:
     px.parallelize(OfSpec(kind, dtype=torch.float32).model(), mesh_of(), invariant=px.Invariant(4))
 
 
@@ -273,12 +274,15 @@ def _gemma_4(kind: str) -> None:
     ("kind", "words"),
     [
         ("gemma4_text", "q_norm is a Gemma4RMSNorm"),
+        ("afmoe", "q_norm is a AfmoeRMSNorm"),
         ("gemma4_text that shares keys", "models with a further embedding yet"),
         ("gemma4_text with experts", "does not serve 'gemma4_text' models with experts"),
     ],
 )
-def test_what_of_gemma_4_is_not_computed_in_blocks_is_named(kind: str, words: str) -> None:
-    pool(2).assert_raises(_gemma_4, kind, error="ValueError", words=words)
+def test_what_of_gemma_4_and_afmoe_is_not_computed_in_blocks_is_named(
+    kind: str, words: str
+) -> None:
+    pool(2).assert_raises(_of_kind, kind, error="ValueError", words=words)
 
 
 def _in_inference_mode(tiny: Tiny) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_ext.training.trainer_checks import OLDEST, transformers_version
+from parallel_ext.parallel.validate import transformers_version
+from parallel_ext.training.trainer_checks import OLDEST
 
 HAS_TRAINER = transformers_version() >= OLDEST
 
