@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.loss import causal_lm_loss
 from parallel_ext.ops.group import Range
@@ -55,6 +56,8 @@ class LossCall:
         changes: what the model's class does to the logits, as options of the loss.
         takes_own_tokens: whether the head may be given the hidden states of its rank's tokens, of
             ranks that keep tokens of their own.
+        seen_by: who of others sees the logits, which the head then gathers; None where nobody
+            does, as where it is fused.
 
     Attributes:
         tokens: of a sequence, how many each rank has, if the head is given those of its rank.
@@ -69,7 +72,9 @@ class LossCall:
         shared: bool = False,
         changes: Mapping[str, float] | None = None,
         takes_own_tokens: bool = False,
+        seen_by: str | None = None,
     ) -> None:
+        self.seen_by = seen_by
         self.fused, self.why_not, self.shared = fused, why_not, shared
         self.takes_own_tokens = fused and takes_own_tokens
         self._changes = changes or {}
@@ -113,6 +118,8 @@ class LossCall:
             RuntimeError: that is not what the head has handed over.
         """
         head = None
+        if self.seen_by is not None:  # all are on every rank
+            vocab_range, options["tp"] = (0, vocab_size), ops.ALONE
         if self._head is not None:
             head = self._head.weight, self._head.bias
             options |= {"blocks": self._head.blocks, "adapter": self._adapter}
@@ -200,15 +207,18 @@ def _package_of(hook: Any) -> str:
 
 
 def why_not_fused(head: nn.Module) -> str | None:
-    """Return what reads or changes the logits or the weight of an output head, or None.
+    """Return what reads or changes the logits or the weight of an output head, or None."""
+    return "there is a hook on all modules" if has_global_hook() else who_sees_logits(head)
+
+
+def who_sees_logits(head: nn.Module) -> str | None:
+    """Return what of others reads or changes what this output head returns, or None.
 
     The wrappers of torch.compile and PEFT hand on the attributes of what they wrap. Those of others
     would take hidden states for logits.
     """
     if not getattr(head, "makes_logits", False):
         return f"the output head is in a {type(head).__name__}"
-    if has_global_hook():
-        return "there is a hook on all modules"
     for module in head.modules():
         if any(_package_of(hook) != "parallel_ext" for hook in output_hooks(module)):
             return f"the output head has a hook on a {type(module).__name__}"

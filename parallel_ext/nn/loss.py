@@ -43,6 +43,7 @@ def causal_lm_loss(
     adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     tokens: list[int] | None = None,
     sums_over_dp: bool = False,
+    tp: ops.Group | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Return the next-token cross entropy, averaged over the valid tokens of all dp ranks.
@@ -68,6 +69,7 @@ def causal_lm_loss(
         tokens: with ``head``, how many tokens of each sequence each tp rank has, if the hidden
             states are those of this rank's, [B, tokens[rank], H].
         sums_over_dp: whether the caller sums the losses of the dp ranks, instead of averaging.
+        tp: the ranks that hold the columns; those of ``mesh`` by default.
         options: those of ``LOSS_OPTIONS``.
 
     Returns:
@@ -86,18 +88,19 @@ def causal_lm_loss(
     if targets.dtype == torch.int32:
         targets = targets.long()
     how = ops.LossOptions(ignore_index=ignore_index, reduction="sum", **options)
+    tp = tp or mesh.tp
     inputs, asked = logits.flatten(0, -2), (targets, vocab_size, vocab_range, how)
     if head is None:
-        local_sum = ops.vocab_cross_entropy(inputs, *asked, group=mesh.tp)
+        local_sum = ops.vocab_cross_entropy(inputs, *asked, group=tp)
     elif blocks is None:
         weight, bias = head
         local_sum = ops.linear_vocab_cross_entropy(
-            logits if tokens else inputs, weight, *asked, bias=bias, tokens=tokens, group=mesh.tp
+            logits if tokens else inputs, weight, *asked, bias=bias, tokens=tokens, group=tp
         )
     else:
         low_rank = adapter and (adapter[0].flatten(0, -2), adapter[1])
         of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how, low_rank
-        local_sum = ops.block_linear_cross_entropy(inputs, *of_blocks, group=mesh.tp)
+        local_sum = ops.block_linear_cross_entropy(inputs, *of_blocks, group=tp)
     count: Any = num_items_in_batch
     if count is None and sums_over_dp:
         count = (targets != ignore_index).sum()

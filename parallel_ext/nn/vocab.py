@@ -297,8 +297,9 @@ class VocabParallelHead(_RowsOfVocabulary):
         return input if self.partials is None else self.partials.open_with(input)
 
     def leave(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits gathered over the ranks, or as they are inside a :class:`LossCall`."""
-        if current_loss_call() is not None:
+        """Return the logits gathered over the ranks, or as they are for most :class:`LossCall`."""
+        call = current_loss_call()
+        if call is not None and call.seen_by is None:
             return logits
         return ops.gather_from_region(logits, self.sizes, self.group)
 

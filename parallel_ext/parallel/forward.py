@@ -15,7 +15,7 @@ from parallel_ext import ops
 from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
 from parallel_ext.models.sublayers import AttentionNames
-from parallel_ext.nn.fused_loss import LossCall, NoLogits, is_of_others, running, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, NoLogits, running
 from parallel_ext.nn.loss import (
     LOSS_OPTIONS,
     OPTIONS_OF_THE_OP,
@@ -27,6 +27,7 @@ from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_router_logits
 from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.loss_call import loss_call, wants_logits
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.validate import is_decoder
@@ -36,7 +37,7 @@ from parallel_ext.parallel.watch_forward import (
     refuse_other_ties,
     refuse_training_apart,
 )
-from parallel_ext.sharding._torch_private import disable_compiler, input_hooks
+from parallel_ext.sharding._torch_private import disable_compiler
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
 
@@ -134,7 +135,7 @@ def _begin(
     _check_ends(model, state)
     if state.invariant is not None:  # set_attn_implementation may have changed it
         check_attention(model.config, state.mesh.device)
-    call = None if labels is None else _loss_call(model, state, options, arguments)
+    call = None if labels is None else loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
     apart = torch.is_grad_enabled() and is_trained_apart(model)
@@ -151,56 +152,6 @@ def _as_tuple(output: Any) -> tuple[Any, ...]:
     """Return an output as a tuple, with what says so in the place of logits that there are not."""
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     return tuple(v for v in fields.values() if v is not None)
-
-
-def _wants_logits(model: nn.Module, state: ParallelState) -> bool:
-    """Return whether a forward with labels is to return logits as well."""
-    return state.training_logits or not model.training
-
-
-def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, float]:
-    """Return what the class's forward does to the logits, as options of the loss."""
-    spec, changes = state.spec, {}
-    if spec.logits_factor is not None:
-        changes["logit_scale"] = getattr(model.config, spec.logits_factor)
-    if spec.logits_divisor is not None:
-        changes["logit_scale"] = 1.0 / getattr(model.config, spec.logits_divisor)
-    if spec.logits_softcap is not None:
-        cap = getattr(model.config, spec.logits_softcap)
-        changes |= {} if cap is None else {"softcap": cap}
-    return changes
-
-
-def _loss_call(
-    model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
-) -> LossCall:
-    """Return how the forward that begins computes the loss, by all arguments of the call."""
-    if _wants_logits(model, state):
-        return LossCall(fused=False)
-    why_not = "fused_loss is False"
-    if state.fused_loss is not False:
-        why_not = why_not_fused(model.get_submodule(state.spec.head))
-        if why_not is None and state.spec.changes_logits:
-            why_not = f"{type(model).__name__} changes its logits"
-    changes = _changes_of_logits(model, state)
-    if why_not is None and changes and options.keys() & {"softcap", "logit_scale"}:
-        why_not = f"softcap and logit_scale come after what {type(model).__name__} does to logits"
-    return LossCall(
-        fused=why_not is None,
-        why_not=why_not,
-        changes=changes,
-        takes_own_tokens=state.sequence_parallel
-        and _head_takes_own_tokens(model, state, arguments),
-    )
-
-
-def _head_takes_own_tokens(
-    model: nn.Module, state: ParallelState, arguments: dict[str, Any]
-) -> bool:
-    """Return whether nobody chooses tokens for the head, or sees those that it is given."""
-    keep = arguments.get("logits_to_keep", 0)
-    hooks = input_hooks(model.get_submodule(state.spec.head))
-    return isinstance(keep, int) and keep == 0 and not any(map(is_of_others, hooks))
 
 
 @disable_compiler
@@ -235,8 +186,10 @@ def _with_loss(
     if compared is not None:
         state.replicas_over_dp.done()
     fields |= with_balance(model, state, output, arguments, loss)
-    if _wants_logits(model, state):
-        fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
+    if wants_logits(model, state):
+        fields["logits"] = logits
+        if call.seen_by is None:
+            fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         return type(output)(**fields)
     trained = type(output)(**fields)
     object.__setattr__(trained, "logits", NoLogits())  # beside the items
@@ -287,8 +240,8 @@ def _compare_inputs(
         compared["labels of classes"] = compared.pop("labels")
     if state.labels_around is not None:
         compared["labels of the model around it"], state.labels_around = state.labels_around, None
-    if call is not None and call.why_not is not None:
-        compared["loss of logits, since"] = call.why_not
+    if call is not None and (why := call.why_not or call.seen_by) is not None:
+        compared["loss of logits, since"] = why
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
     if grad:  # it decides which sums a backward has
         compared["requires_grad"] = [p.requires_grad for p in model.parameters()]

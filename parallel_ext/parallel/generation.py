@@ -22,7 +22,7 @@ from parallel_ext.models._transformers_private import (
     padding_of,
     prefill,
 )
-from parallel_ext.nn.fused_loss import LossCall, running
+from parallel_ext.nn.fused_loss import LossCall, running, who_sees_logits
 from parallel_ext.parallel.beside import is_around
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 
@@ -100,6 +100,9 @@ def generate(
             f"{type(model).__name__} is none; call its own generate(), or give the causal model in "
             "it to px.generate"
         )
+    why = who_sees_logits(parallel.get_submodule(state.spec.head))
+    if why is not None and state.mesh.tp_size > 1:
+        raise NotImplementedError(f"px.generate shows no rank all logits, but {why}{_INSTEAD}")
     if parallel.training:
         raise ValueError("px.generate: the model is in training mode; call model.eval() first")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

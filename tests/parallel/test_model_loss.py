@@ -105,11 +105,16 @@ class _Capped(torch.nn.Module):
         self.head = head
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden).clamp(-0.1, 0.1)
+        return _changed(self.head(hidden))
+
+
+def _changed(logits: torch.Tensor) -> torch.Tensor:
+    """A function of all logits of a token."""
+    return (logits - logits.mean(-1, keepdim=True)).clamp(-0.1, 0.1)
 
 
 def _clamp(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.clamp(-0.1, 0.1)
+    return _changed(output)
 
 
 def _scale(weight: torch.Tensor, factor: float) -> None:
@@ -128,39 +133,47 @@ def _change(model: Any, how: str) -> None:
         model.lm_head = _Capped(head)
     else:
         forward = head.forward
-        head.forward = lambda hidden: forward(hidden).clamp(-0.1, 0.1)
+        head.forward = lambda hidden: _changed(forward(hidden))
 
 
-def _losses_of_changed_heads(how: str) -> tuple[float, float]:
-    reference = Tiny().model()
+def _of_changed_heads(how: str, training: bool) -> list[list[float]]:
+    """Loss, norm of the gradients and a logit, if there are any, of one process and of ours."""
+    reference = Tiny().model().train(training)
     model = parallel(reference, mesh_of())
     with torch.no_grad():
         plain = model(**batch(101)).loss.item()
-        for each in (reference, model):
-            _change(each, how)
-        expected, ours = reference(**batch(101)).loss.item(), model(**batch(101)).loss.item()
-    assert abs(ours - plain) > 1e-3
-    return ours, expected
+    found = []
+    for each in (reference, model):
+        _change(each, how)
+        output = each(**batch(101))
+        output.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0).item()
+        logits = [] if training else output.logits[0, 0].tolist()
+        found.append([output.loss.item(), norm, *logits])
+    assert abs(found[1][0] - plain) > 1e-3
+    return found
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
     "how", ["a hook", "hooks that change the weight", "a wrapper", "another forward"]
 )
-def test_a_head_that_somebody_changed_makes_logits_of_its_own(how: str) -> None:
-    for ours, expected in pool(2).run(_losses_of_changed_heads, how):
+def test_who_changes_the_head_sees_all_logits(how: str, training: bool) -> None:
+    for expected, ours in pool(2).run(_of_changed_heads, how, training):
         assert ours == pytest.approx(expected, rel=1e-9)
 
 
-def _watched_on_one_rank() -> None:
-    model = parallel(Tiny().model(), mesh_of())
+def _watched_on_one_rank(training: bool) -> None:
+    model = parallel(Tiny().model().train(training), mesh_of())
     if mesh_of().tp_rank == 0:
         model.lm_head.register_forward_hook(_clamp)
     model(**batch(101))
 
 
-def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_head_that_is_watched_on_one_rank_only_raises_on_all(training: bool) -> None:
     words = "loss of logits, since (tp rank 0: 'the output head has a hook on a VocabPara"
-    pool(2).assert_raises(_watched_on_one_rank, error="DisagreementError", words=words)
+    pool(2).assert_raises(_watched_on_one_rank, training, error="DisagreementError", words=words)
 
 
 def _fuses(how: str, fused_loss: object = "auto") -> bool:

@@ -1,0 +1,64 @@
+"""How a forward with labels computes its loss: from hidden states, or from logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from parallel_ext.nn.fused_loss import LossCall, is_of_others, who_sees_logits, why_not_fused
+from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding._torch_private import input_hooks
+
+
+def wants_logits(model: nn.Module, state: ParallelState) -> bool:
+    """Return whether a forward with labels is to return logits as well."""
+    return state.training_logits or not model.training
+
+
+def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, float]:
+    """Return what the class's forward does to the logits, as options of the loss."""
+    spec, changes = state.spec, {}
+    if spec.logits_factor is not None:
+        changes["logit_scale"] = getattr(model.config, spec.logits_factor)
+    if spec.logits_divisor is not None:
+        changes["logit_scale"] = 1.0 / getattr(model.config, spec.logits_divisor)
+    if spec.logits_softcap is not None:
+        cap = getattr(model.config, spec.logits_softcap)
+        changes |= {} if cap is None else {"softcap": cap}
+    return changes
+
+
+def loss_call(
+    model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
+) -> LossCall:
+    """Return how the forward that begins computes the loss, by all arguments of the call."""
+    head = model.get_submodule(state.spec.head)
+    seen_by = who_sees_logits(head)
+    if wants_logits(model, state):
+        return LossCall(fused=False, seen_by=seen_by)
+    why_not = "fused_loss is False"
+    if state.fused_loss is not False:
+        why_not = why_not_fused(head)
+        if why_not is None and state.spec.changes_logits:
+            why_not = f"{type(model).__name__} changes its logits"
+    changes = _changes_of_logits(model, state)
+    if why_not is None and changes and options.keys() & {"softcap", "logit_scale"}:
+        why_not = f"softcap and logit_scale come after what {type(model).__name__} does to logits"
+    return LossCall(
+        fused=why_not is None,
+        why_not=why_not,
+        changes=changes,
+        seen_by=seen_by,
+        takes_own_tokens=state.sequence_parallel
+        and _head_takes_own_tokens(model, state, arguments),
+    )
+
+
+def _head_takes_own_tokens(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any]
+) -> bool:
+    """Return whether nobody chooses tokens for the head, or sees those that it is given."""
+    keep = arguments.get("logits_to_keep", 0)
+    hooks = input_hooks(model.get_submodule(state.spec.head))
+    return isinstance(keep, int) and keep == 0 and not any(map(is_of_others, hooks))
