@@ -19,6 +19,7 @@ from parallel_ext.models.sublayers import (
     RegionNames,
 )
 from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
+from parallel_ext.nn.fused_loss import is_of_others
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import (
     ColumnParallelLinear,
@@ -48,6 +49,10 @@ class CopyInput(ComputingHook):
     backward sums the gradient of the hidden states while it computes those of the weights. What
     else reads the hidden states, or reads others, is as without it.
 
+    Where hooks of others are given what the module is called with, as an adapter beside it that is
+    a forward hook, or see its gradient, the hidden states enter at the layers: what is read in
+    front of these has the same gradient on all ranks.
+
     Args:
         group: the ranks of the region.
         layers: names in the module of those that read its input, in the order of their calls.
@@ -59,6 +64,7 @@ class CopyInput(ComputingHook):
         super().__init__(layers)
         self.group = group
         self._known: Callable[..., Any] | None = None
+        self._at_layers: list[Any] = []  # handles of hooks, in one forward
 
     def attach(self, module: nn.Module) -> None:
         super().attach(module)
@@ -68,6 +74,11 @@ class CopyInput(ComputingHook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = args[0] if args else kwargs["hidden_states"]
+        if self._is_seen_by_others(module):
+            enter = partial(_enter_layer, [], self.group)
+            layers = (module.get_submodule(name) for name in self.layers)
+            self._at_layers = [each.register_forward_pre_hook(enter) for each in layers]
+            return args, kwargs
         readers = self._readers(module)
         inside = entered(hidden, self.group, unchanged=len(readers) > 0)
         if self.together and can_be_computed_together(readers, hidden):
@@ -77,6 +88,16 @@ class CopyInput(ComputingHook):
         if args:
             return (inside, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": inside}
+
+    def _drop(self, *args: Any) -> None:
+        super()._drop(*args)
+        while self._at_layers:
+            self._at_layers.pop().remove()
+
+    def _is_seen_by_others(self, module: nn.Module) -> bool:
+        """Return whether hooks of others see the hidden states, and else the layers alone."""
+        alone = self.layers and self._is_followed_by_its_forward(module)
+        return bool(alone) and any(map(is_of_others, output_hooks(module)))
 
     def _readers(self, module: nn.Module) -> list[nn.Module]:
         """Return the layers, if they alone read the hidden states and no hook can change these."""
@@ -93,6 +114,19 @@ class CopyInput(ComputingHook):
         """
         own = "forward" not in vars(module) and type(module).forward is self._known
         return own and input_hooks(module)[-1] is self
+
+
+def _enter_layer(
+    entered_before: list[torch.Tensor], group: Group, layer: nn.Module, args: tuple
+) -> tuple:
+    """A forward pre-hook of one of several layers: their input enters a region, once for all.
+
+    Args:
+        entered_before: the last input, and what it became.
+    """
+    if not entered_before or entered_before[0] is not args[0]:
+        entered_before[:] = args[0], entered(args[0], group)
+    return (entered_before[1], *args[1:])
 
 
 def enter_and_leave(model: nn.Module, plan: Plan) -> None:
