@@ -23,12 +23,18 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
     Parameters and persistent buffers are taken, by HuggingFace name.
 
     Raises:
-        CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
-            of this rank's shards.
+        CheckpointError: the model does not hold exactly the tensors of ``layout``, in their places
+            and in the shapes of this rank's shards.
     """
     values: dict[str, torch.Tensor] = {}
     to_shards(model)
     for own_name, parameter, shard in named_shards(model):
+        if not _are_of_one_place(own_name, shard.name):
+            raise _error(
+                model,
+                f"{own_name} was {shard.name} when the model was made parallel; change the order "
+                "of layers, and exchange modules, in a plain model, before px.parallelize",
+            )
         name = layout.tied.get(shard.name, shard.name)
         if name in values:
             raise _error(
@@ -38,21 +44,32 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
             )
         values[name] = local_part(parameter.detach())
     values.update(persistent_buffers(model))
-    for kind, names, hint in (
-        (
-            "lacks",
-            layout.tensors.keys() - values.keys(),
-            ", taken out of it since; take modules such as layers out of a plain model, before "
-            "px.parallelize",
-        ),
-        ("holds, unknown to its layout,", values.keys() - layout.tensors.keys(), ""),
-    ):
-        if names:
-            if names & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
-                hint = ", tied since to another parameter; tie weights before px.parallelize"
-            raise _error(model, f"the model {kind} {first_few(sorted(names))}{hint}")
+    if lacks := layout.tensors.keys() - values.keys():
+        hint = "taken out of it since; take modules such as layers out of a plain model"
+        if lacks & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
+            hint = "tied since to another parameter; tie weights"
+        names = first_few(sorted(lacks))
+        raise _error(model, f"the model lacks {names}, {hint}, before px.parallelize")
+    if added := values.keys() - layout.tensors.keys():
+        raise _error(
+            model,
+            f"the model holds {first_few(sorted(added))}, added to it since; add parameters before "
+            "px.parallelize, or to a module around the model (docs/own-modules.md)",
+        )
     check_shapes(values, layout, rank)
     return {name: values[name] for name in layout.tensors}
+
+
+def _are_of_one_place(name: str, logical: str) -> bool:
+    """Return whether a name in a model may stand for a logical name; outside of layers any may.
+
+    The model may be around the parallel one, and others may have wrapped its modules.
+    """
+    found, wanted = name.split("."), logical.split(".")
+    rest = iter(found)
+    return all(part in rest for part in wanted) or not any(
+        part.isdigit() for part in (*found, *wanted)
+    )
 
 
 def _error(model: nn.Module, what: str) -> CheckpointError:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -233,3 +233,15 @@ def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     """Count the bytes of this rank's shards, not of the full model; with buffers if asked."""
     tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
     return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def refuse_of_part(name: str, part: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stand for a method of the decoder in a parallel model, which would take shards for tensors.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{type(part).__name__}.{name}: this is a part of a parallel model, of which each rank has "
+        f"shards; call {name} of the model that px.parallelize or px.from_pretrained returned"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ from parallel_ext.parallel.validate import (
 )
 from parallel_ext.parallel.watch_forward import watch_forward
 from parallel_ext.sharding._torch_private import remove_output_hooks
+
+_OF_WHOLE_MODELS = ("save_pretrained", "push_to_hub", "num_parameters", "resize_token_embeddings")
 
 
 def parallelize(
@@ -188,6 +190,8 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         name = function.__name__
         if hasattr(model, name):  # published code of before transformers 5 does not generate
             setattr(model, name, MethodType(_in_place_of(type(model), function), model))
+    if mesh.world_size > 1:
+        _refuse_of_parts(model)
     let_keys_size_static_caches(model)
     state.own_forward = model.forward.__func__
     state.drops = bool(dropouts_of(model))
@@ -198,6 +202,14 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         keep_own_tokens(model, plan, state.partials)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)
+
+
+def _refuse_of_parts(model: transformers.PreTrainedModel) -> None:
+    """Let models inside of this one, as its decoder, refuse what takes all of a model."""
+    inner = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
+    for part in inner:
+        for name in _OF_WHOLE_MODELS if part is not model else ():
+            setattr(part, name, MethodType(partial(methods.refuse_of_part, name), part))
 
 
 def _warn_of_uneven_vocabulary(plan: Plan) -> None:

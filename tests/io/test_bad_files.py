@@ -695,7 +695,8 @@ IN_CONFIG = {
         _config(gradient_checkpointing=True), (CONFIG, "gradient_checkpointing is True")
     ),
     "another architecture": Case(
-        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are arcee, cogagent")
+        _config(model_type="gpt2"),
+        (CONFIG, "model_type is 'gpt2', but served are afmoe, arcee"),
     ),
     "images": Case(
         _config(model_type="llava", text_config={"model_type": "llama"}),

@@ -31,6 +31,7 @@ from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_ranges
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import take
+from parallel_ext.training.data_parallel import data_parallel
 
 VOCAB_SIZE = 101
 HEAD = "lm_head.weight"
@@ -480,7 +481,7 @@ def test_a_model_that_no_longer_fits_its_layout_is_refused() -> None:
     layout = state_of(parallelize(model, init_mesh())).layout
     local_values(model, layout, 0)
     model.register_buffer("scale", torch.ones(2))
-    with pytest.raises(CheckpointError, match="unknown to its layout, scale"):
+    with pytest.raises(CheckpointError, match="holds scale, added to it since"):
         local_values(model, layout, 0)
     del model.scale
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -490,6 +491,39 @@ def test_a_model_that_no_longer_fits_its_layout_is_refused() -> None:
     model.model.norm.weight = torch.nn.Parameter(torch.ones(25))
     with pytest.raises(CheckpointError, match=r"norm.weight: expected .*\(24,\).*got \(25,\)"):
         local_values(model, layout, 0)
+
+
+def _exchange(model: Any, how: str) -> None:
+    layers = model.model.layers
+    if how == "layers":
+        layers[0], layers[1] = layers[1], layers[0]
+    elif how == "reversed":
+        model.model.layers = torch.nn.ModuleList(reversed(layers))
+    elif how == "MLPs":
+        layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+    else:
+        attention = layers[1].self_attn
+        attention.q_proj, attention.o_proj = attention.o_proj, attention.q_proj
+
+
+def _save_after_exchange(how: str, zero: bool, folder: str) -> None:
+    mesh = init_mesh() if zero else init_mesh(tp=2)
+    model = parallelize(_model(num_key_value_heads=6), mesh)
+    if zero:
+        data_parallel(model, mesh)
+    _exchange(model, how)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["tp", "dp"])
+@pytest.mark.parametrize("how", ["layers", "reversed", "MLPs", "projections"])
+def test_modules_that_were_moved_are_refused_with_both_their_names(
+    how: str, zero: bool, tmp_path: Path
+) -> None:
+    words = [".weight was model.layers.", " when the model was made parallel"]
+    pool(2).assert_raises(
+        _save_after_exchange, how, zero, str(tmp_path), words=words, error="CheckpointError"
+    )
 
 
 def test_weights_that_were_tied_too_late_are_told_so() -> None:

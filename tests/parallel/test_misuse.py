@@ -584,6 +584,18 @@ def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: P
         model.save_pretrained(tmp_path, tensors=model.state_dict())
 
 
+def _call_of_decoder(name: str) -> None:
+    getattr(parallel(TINY.model(), mesh_of()).model, name)("x")
+
+
+@pytest.mark.parametrize(
+    "name", ["save_pretrained", "push_to_hub", "num_parameters", "resize_token_embeddings"]
+)
+def test_a_method_that_would_take_the_decoders_shards_for_all_is_refused(name: str) -> None:
+    words = f"LlamaModel.{name}: this is a part of a parallel model, of which each rank has shards"
+    pool(2).assert_raises(_call_of_decoder, name, words=words, error="RuntimeError")
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_are_tied_otherwise_later_are_refused_in_training(tied: bool) -> None:
     model = px.parallelize(Tiny(tied=tied, dtype=torch.float32).model(), px.init_mesh()).train()
