@@ -79,8 +79,11 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         keeps: says of ids how many of their tokens each rank is to be given the rows of, so that
             those of others are NaN in what is returned; None, or None of some ids, for all rows.
         tied_heads: outside of the model that it belongs to.
+        max_norm, scale_grad_by_freq, sparse: of ``nn.Embedding``, not served: a forward raises
+            where one is set.
     """
 
+    max_norm, scale_grad_by_freq, sparse = _OPTIONS.values()
     keeps: Callable[[torch.Tensor], list[int] | None] | None = None
 
     def __init__(
@@ -164,6 +167,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         self.num_embeddings, self.embedding_dim = layouts["weight"].shape
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        refuse_options(self, "this VocabParallelEmbedding")
         tokens = self.tokens(input)
         rows = ops.vocab_embedding(
             input.long() if input.dtype == torch.int32 else input,

@@ -219,6 +219,12 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             f"parallelize: {foreign[0]} is a {type(model.get_parameter(foreign[0])).__name__}, so "
             "the model is already sharded or quantized by something else; pass a plain one"
         )
+    for path, module in model.named_modules():
+        if "Rotary" in type(module).__name__ and next(module.parameters(), None) is not None:
+            raise ValueError(
+                f"parallelize: {path} has parameters, whose gradient a tp rank would have of "
+                "its own heads alone; make them buffers"
+            )
     for name in ("_loss_function", "loss_function"):
         if name in model.__dict__:
             raise ValueError(

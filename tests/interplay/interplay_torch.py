@@ -117,8 +117,9 @@ def patched(trial: Trial) -> None:
 @exact(
     "torch.nn.Module.register_forward_hook",
     "torch.nn.Module.register_full_backward_hook",
-    how="as in one process; with [sequence_parallel](parallelize.md#sequence-parallelism) some see "
-    "a rank's own tokens",
+    how="on layers, attentions, MLPs and the head; inside of attentions and MLPs they see "
+    "[this rank's features](limits.md#training); with "
+    "[sequence_parallel](parallelize.md#sequence-parallelism) some see a rank's own tokens",
 )
 def module_hooks(trial: Trial) -> None:
     norms: list[list[float]] = []

@@ -584,6 +584,23 @@ def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: P
         model.save_pretrained(tmp_path, tensors=model.state_dict())
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_option_of_the_embedding_that_is_set_later_is_refused(option: dict[str, Any]) -> None:
+    model = px.parallelize(Tiny(dtype=torch.float32).model(), px.init_mesh())
+    ((name, value),) = option.items()
+    setattr(model.model.embed_tokens, name, value)
+    with pytest.raises(ValueError, match=f"has {name}={value}, which the parallel embedding"):
+        model(**batch(TINY.vocab_size))
+
+
+def test_a_learned_rotary_embedding_is_refused() -> None:
+    model = Tiny(dtype=torch.float32).model()
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = torch.nn.Parameter(rotary._buffers.pop("inv_freq"))
+    with pytest.raises(ValueError, match="model.rotary_emb has parameters, whose gradient a tp rank"):
+        px.parallelize(model, px.init_mesh())
+
+
 def _call_of_decoder(name: str) -> None:
     getattr(parallel(TINY.model(), mesh_of()).model, name)("x")
 
