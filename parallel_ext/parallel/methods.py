@@ -35,7 +35,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Rank 0's generator advances as it would in a single process, and so does that of every rank
     that was in the same state; the others stay as they were. Where dp ranks take part in each
     other's forwards, all of them generate at the same time, each on its own prompts, and
-    ``synced_gpus`` is on even if a trainer asks for False: a rank that has finished goes on with
+    ``synced_gpus`` is on even if a trainer asks for False: a rank that is done goes on with
     the others.
     """
     state = state_of(model)

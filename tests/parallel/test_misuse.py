@@ -597,7 +597,7 @@ def test_a_learned_rotary_embedding_is_refused() -> None:
     model = Tiny(dtype=torch.float32).model()
     rotary = model.model.rotary_emb
     rotary.inv_freq = torch.nn.Parameter(rotary._buffers.pop("inv_freq"))
-    with pytest.raises(ValueError, match="model.rotary_emb has parameters, whose gradient a tp rank"):
+    with pytest.raises(ValueError, match="model.rotary_emb has parameters, whose"):
         px.parallelize(model, px.init_mesh())
 
 
