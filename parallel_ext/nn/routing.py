@@ -172,6 +172,12 @@ class Routing:
             self.observer(choices_per_expert, rows)
 
 
+def is_routed(module: nn.Module) -> bool:
+    """Return whether a :class:`Routing` stands for the forward of a module, as of a router."""
+    forward = getattr(vars(module).get("forward"), "func", None)
+    return isinstance(getattr(forward, "__self__", None), Routing)
+
+
 def fixed_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Return the softmax over experts of logits [T, E], in fp32 or wider.
 

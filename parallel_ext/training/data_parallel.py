@@ -17,6 +17,7 @@ from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.routing import is_routed
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.nn.stale_parameters import (
     mark_replaced,
@@ -220,6 +221,9 @@ def _of_other_dtypes(whole: nn.Module, ignored: set[nn.Parameter], frozen: bool)
     }
     found = [dtype for dtypes in own.values() for dtype in dtypes]
     others = [each for each, dtypes in own.items() if each is not whole and dtypes - {*found[:1]}]
+    for router in filter(is_routed, whole.modules()):  # which reads the parameters in it itself
+        inside = {*router.modules()}
+        others = list(dict.fromkeys(router if each in inside else each for each in others))
     inner = {each for outer in others for each in outer.modules() if each is not outer}
     return [each for each in others if each not in inner]
 
