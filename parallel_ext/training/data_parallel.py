@@ -284,23 +284,26 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
 def _averaged(
     model: nn.Module, state: ParallelState, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters of adapters, which stay whole, and whose gradients are averaged.
+    """Return the parameters that stay whole, and whose gradients are averaged.
 
-    A frozen factor, known by its name in PEFT, may be trained later. Experts are left out: other dp
-    ranks may have others.
+    Those of adapters, but for experts, of which other dp ranks may have others; a frozen factor,
+    known by its name in PEFT, may be trained later. And those of a mixture itself, as AFMoE's
+    correction of scores, which may have another dtype than all that is in it.
     """
-    if not state.adapted:
-        return {}
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ExpertParallelExperts)
-        for parameter in module.parameters(recurse=False)
-    }
+    experts: set[int] = set()
+    of_mixtures: set[int] = set()
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if isinstance(module, ExpertParallelExperts):
+            experts |= own
+        elif any(isinstance(each, ExpertParallelExperts) for each in module.children()):
+            of_mixtures |= own
     return {
         name: parameter
         for name, parameter in parameters.items()
-        if id(parameter) not in experts and (parameter.requires_grad or ".lora_" in f".{name}")
+        if id(parameter) in of_mixtures
+        or (state.adapted and id(parameter) not in experts)
+        and (parameter.requires_grad or ".lora_" in f".{name}")
     }
 
 

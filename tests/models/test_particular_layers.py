@@ -44,6 +44,7 @@ CASES = {
     "dp 2, tp 2, ep 2": ("deepseek_v3", Layout(2, 2, 2), 2),
     "dp 2, tp 2, ep 4": ("deepseek_v2", Layout(2, 2, 4), 2),
     "dp 2, tp 2, ep 4, sinks": ("gpt_oss", Layout(2, 2, 4), 3),
+    "dp 2, tp 2, ep 2, a gate of heads": ("afmoe", Layout(2, 2, 2), 3),
     "dp 2, tp 2, delta rules": ("qwen3_5_text", Layout(2, 2, 1), 3),
 }
 
@@ -87,8 +88,11 @@ def _as_loaded(source: str, frozen: str = "") -> tuple[dict[str, float], int]:
 
 
 @needs_newer("a router in fp32")
-def test_a_router_stays_fp32_in_a_bf16_model_and_is_trained_so(tmp_path: Path) -> None:
-    OfSpec("glm4_moe", dtype=torch.float32).model().save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["glm4_moe", "hunyuan_v1_moe", "afmoe"])
+def test_what_of_a_router_stays_fp32_in_a_bf16_model_is_trained_so(
+    kind: str, tmp_path: Path
+) -> None:
+    OfSpec(kind, dtype=torch.float32).model().save_pretrained(tmp_path)
     for differences, kinds in pool(2).run(_as_loaded, str(tmp_path)):
         assert kinds == 2
         assert max(differences.values()) < 0.1  # of bf16
