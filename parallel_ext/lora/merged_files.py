@@ -121,7 +121,8 @@ class _Adapter:
                 if name.rpartition(".")[0] == module and layout[name].shape[1:] == features:
                     self.factors.pop(target)
                     for part in layout.parts_of(name):
-                        self.experts[part.name] = part, layout[name].shape[0], factors
+                        in_model = self._renamed.get(part.name, part.name)
+                        self.experts[in_model] = part, layout[name].shape[0], factors
 
     def _scale(self, target: str, r: int) -> float:
         """Return what the product of the factors of a target is multiplied by, as PEFT has it."""
