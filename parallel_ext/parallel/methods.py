@@ -235,8 +235,8 @@ def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def refuse_of_part(name: str, part: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    """Stand for a method of the decoder in a parallel model, which would take shards for tensors.
+def refuse_of_part(part: nn.Module, name: str) -> NoReturn:
+    """Refuse a method of the decoder in a parallel model, which would take shards for tensors.
 
     Raises:
         RuntimeError: always.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any, Literal
 
@@ -206,10 +206,20 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
 
 def _refuse_of_parts(model: transformers.PreTrainedModel) -> None:
     """Let models inside of this one, as its decoder, refuse what takes all of a model."""
-    inner = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
-    for part in inner:
-        for name in _OF_WHOLE_MODELS if part is not model else ():
-            setattr(part, name, MethodType(partial(methods.refuse_of_part, name), part))
+    for part in model.modules():
+        if part is not model and isinstance(part, transformers.PreTrainedModel):
+            for name in _OF_WHOLE_MODELS:
+                setattr(part, name, MethodType(_refusing(type(part), name), part))
+
+
+def _refusing(cls: type, name: str) -> Callable[..., Any]:
+    """Return a function for the method of a class, which refuses to run on a part of a model."""
+
+    @wraps(getattr(cls, name))
+    def method(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        methods.refuse_of_part(part, name)
+
+    return method
 
 
 def _warn_of_uneven_vocabulary(plan: Plan) -> None:

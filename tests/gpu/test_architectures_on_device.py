@@ -48,6 +48,8 @@ def test_it_trains_as_one_process(kind: str, device: torch.device) -> None:
     spec = OfSpec(kind).spec
     # Routers and delta rules are computed in fp32, by other products for other shapes.
     limit = 1e-3 if spec.delta_net else 3e-5 if spec.mixture else 1e-8
+    if kind.startswith("granitemoe"):  # of small weights AdamW makes more of a gradient's rounding
+        limit = 3e-3
     assert_within(pool(2).run(_trained, kind, device), limit)
 
 
