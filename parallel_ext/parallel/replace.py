@@ -74,6 +74,8 @@ class CopyInput(ComputingHook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = args[0] if args else kwargs["hidden_states"]
+        if not (hidden.requires_grad and torch.is_grad_enabled()):
+            return args, kwargs
         if self._is_seen_by_others(module):
             enter = partial(_enter_layer, [], self.group)
             layers = (module.get_submodule(name) for name in self.layers)
