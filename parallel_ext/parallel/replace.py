@@ -76,12 +76,13 @@ class CopyInput(ComputingHook):
         hidden = args[0] if args else kwargs["hidden_states"]
         if not (hidden.requires_grad and torch.is_grad_enabled()):
             return args, kwargs
-        if self._is_seen_by_others(module):
+        alone = len(self.layers) > 0 and self._is_followed_by_its_forward(module)
+        if alone and any(map(is_of_others, output_hooks(module))):
             enter = partial(_enter_layer, [], self.group)
             layers = (module.get_submodule(name) for name in self.layers)
             self._at_layers = [each.register_forward_pre_hook(enter) for each in layers]
             return args, kwargs
-        readers = self._readers(module)
+        readers = self._readers(module) if alone else []
         inside = entered(hidden, self.group, unchanged=len(readers) > 0)
         if self.together and can_be_computed_together(readers, hidden):
             weights, biases = zip(*(layer.for_use() for layer in readers), strict=True)
@@ -96,15 +97,8 @@ class CopyInput(ComputingHook):
         while self._at_layers:
             self._at_layers.pop().remove()
 
-    def _is_seen_by_others(self, module: nn.Module) -> bool:
-        """Return whether hooks of others see the hidden states, and else the layers alone."""
-        alone = self.layers and self._is_followed_by_its_forward(module)
-        return bool(alone) and any(map(is_of_others, output_hooks(module)))
-
     def _readers(self, module: nn.Module) -> list[nn.Module]:
-        """Return the layers, if they alone read the hidden states and no hook can change these."""
-        if not (self.layers and self._is_followed_by_its_forward(module)):
-            return []
+        """Return the layers, if no hook can change what they read."""
         layers = [module.get_submodule(name) for name in self.layers]
         return [] if any(input_hooks(each) or output_hooks(each) for each in layers) else layers
 
