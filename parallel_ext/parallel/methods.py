@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Rank 0's generator advances as it would in a single process, and so does that of every rank
     that was in the same state; the others stay as they were. Where dp ranks take part in each
     other's forwards, all of them generate at the same time, each on its own prompts, and
-    ``synced_gpus`` is on even if a trainer asks for False: a rank that is done goes on with
-    the others.
+    ``synced_gpus`` is on even if a trainer asks for False: who is done runs the others' forwards.
     """
     state = state_of(model)
     if state.forwards_together:
@@ -233,15 +232,3 @@ def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     """Count the bytes of this rank's shards, not of the full model; with buffers if asked."""
     tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def refuse_of_part(part: nn.Module, name: str) -> NoReturn:
-    """Refuse a method of the decoder in a parallel model, which would take shards for tensors.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(
-        f"{type(part).__name__}.{name}: this is a part of a parallel model, of which each rank has "
-        f"shards; call {name} of the model that px.parallelize or px.from_pretrained returned"
-    )

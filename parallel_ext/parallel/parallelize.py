@@ -213,11 +213,14 @@ def _refuse_of_parts(model: transformers.PreTrainedModel) -> None:
 
 
 def _refusing(cls: type, name: str) -> Callable[..., Any]:
-    """Return a function for the method of a class, which refuses to run on a part of a model."""
+    """Return a function in place of a class's method, which would take shards for tensors."""
 
     @wraps(getattr(cls, name))
     def method(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        methods.refuse_of_part(part, name)
+        raise RuntimeError(
+            f"{cls.__name__}.{name}: this is a part of a parallel model, of which each rank has "
+            f"shards; call {name} of the model that px.parallelize or px.from_pretrained returned"
+        )
 
     return method
 
