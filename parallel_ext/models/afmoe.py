@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from parallel_ext.models.hy_v3 import by_corrected_sigmoids
 from parallel_ext.models.llama import MLP, QWEN3
 from parallel_ext.models.qwen_moe import QWEN3_MOE
 from parallel_ext.nn.routing import Choose, Product
@@ -17,16 +18,10 @@ def _route(
     product: Product,
     correction: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``AfmoeTokenChoiceRouter`` does: the weights are scaled sigmoids, in fp32.
-
-    A correction [E], which is not trained by gradients, is added where experts are chosen.
-    """
+    """Do what ``AfmoeTokenChoiceRouter`` does: the weights are scaled sigmoids, in fp32."""
     hidden = hidden_states.reshape(-1, hidden_states.size(-1))
     logits = product(hidden, router.gate.weight).float()
-    scores = choose.sigmoid(logits)
-    expert_ids = choose.best(scores + correction, router.top_k)
-    weights = scores.gather(1, expert_ids)
-    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights, expert_ids = by_corrected_sigmoids(logits, correction, router.top_k, choose)
     return logits, weights * router.route_scale, expert_ids
 
 

@@ -13,6 +13,19 @@ from parallel_ext.nn.routing import Choose, Product, in_fp32
 _SHARED = [f"{name}.weight" for name in (*MLP.inputs, *MLP.outputs)]
 
 
+def by_corrected_sigmoids(
+    logits: torch.Tensor, correction: torch.Tensor, top_k: int, choose: Choose
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and ids [T, top_k]: sigmoids of logits [T, E], to the sum 1.
+
+    A correction [E], which is not trained by gradients, is added where experts are chosen.
+    """
+    scores = choose.sigmoid(logits)
+    expert_ids = choose.best(scores + correction, top_k)
+    weights = scores.gather(1, expert_ids)
+    return weights / (weights.sum(dim=-1, keepdim=True) + 1e-20), expert_ids
+
+
 def _route(
     router: nn.Module,
     hidden_states: torch.Tensor,
@@ -20,16 +33,10 @@ def _route(
     product: Product,
     correction: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``HYV3TopKRouter`` does: the weights are scaled sigmoids, in fp32.
-
-    A correction [E], which is not trained by gradients, is added where experts are chosen.
-    """
+    """Do what ``HYV3TopKRouter`` does: the weights are scaled sigmoids, in fp32."""
     hidden = hidden_states.reshape(-1, router.hidden_dim)
     logits = product(hidden.float(), router.weight.float())
-    scores = choose.sigmoid(logits)
-    expert_ids = choose.best(scores + correction, router.top_k)
-    weights = scores.gather(1, expert_ids)
-    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    weights, expert_ids = by_corrected_sigmoids(logits, correction, router.top_k, choose)
     return logits, weights * router.router_scaling_factor, expert_ids
 
 

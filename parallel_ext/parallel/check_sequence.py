@@ -34,9 +34,9 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
             continue
         module = model.get_submodule(path)
         for name in beside_experts(module, sublayer) if isinstance(sublayer, MixtureNames) else []:
-            right = (module, *module.get_submodule(sublayer.router).modules())
-            each = module.get_submodule(name)
-            if each not in right and type(each) is not nn.Linear:
+            linear = type(each := module.get_submodule(name)) is nn.Linear
+            of_router = f"{name}.".startswith(f"{sublayer.router}.")
+            if name and not of_router and not linear:  # without a name: the mixture itself
                 yield (
                     "gives a mixture this rank's tokens, of which beside router and experts only "
                     f"linears are right; {path}.{name} is a {type(each).__name__}"
