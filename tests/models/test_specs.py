@@ -68,6 +68,11 @@ _TWO_HEAD_SIZES = {
     **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 101},
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_OF_GRANITE = {
+    **{"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    **{"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+    **{"attention_multiplier": 0.3, "intermediate_size": 16},
+}
 _KEYS_ARE_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 KINDS = {  # a model_type, which words may follow
     "mistral": {"sliding_window": 3},
@@ -186,17 +191,8 @@ KINDS = {  # a model_type, which words may follow
         **_EXPERTS,
         **{"num_experts": 5, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse"]},
     },
-}
-
-KINDS |= {
-    kind: {
-        **{"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"},
-        **{"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
-        **{"attention_multiplier": 0.3, "intermediate_size": 16, "shared_intermediate_size": 17},
-    }
-    for kind in ("granitemoe", "granitemoeshared")
-}
-KINDS |= {
+    "granitemoe": _OF_GRANITE,
+    "granitemoeshared": {**_OF_GRANITE, "shared_intermediate_size": 17},
     "hunyuan_v1_moe": {**_EXPERTS, "num_experts": 5, "moe_topk": 2, "intermediate_size": 16},
     "afmoe": {
         **_EXPERTS,
@@ -204,6 +200,7 @@ KINDS |= {
         **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
     },
 }
+
 KINDS = {  # not all are in 5.15, or are there as they are now
     kind: KINDS[kind]
     for kind in KINDS

@@ -352,6 +352,11 @@ def _of_model(**options: Any) -> Any:
     return change
 
 
+def _with_a_hook(model: Any) -> dict[str, Any]:
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits - logits.mean())
+    return {}
+
+
 def _poisoned(model: Any) -> dict[str, Any]:
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -373,6 +378,10 @@ REFUSALS = {
     "a processor": (
         {"logits_processor": [print]},
         "NotImplementedError: px.generate does not take logits_processor",
+    ),
+    "a hook on the head": (
+        _with_a_hook,
+        "NotImplementedError: px.generate shows no rank all logits, but the output head has a hook",
     ),
     "stop strings": (
         _of_model(stop_strings=["x"]),
