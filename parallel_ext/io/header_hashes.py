@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from io import BufferedReader
+from pathlib import Path
 
 import xxhash
 
@@ -90,3 +91,18 @@ def check_tensors(
                     "written"
                 )
     return True
+
+
+def open_compared(path: Path) -> SafetensorsFile:
+    """Open a safetensors file, all of which was compared with the hashes in its header, if any.
+
+    Raises:
+        CheckpointError: as of :func:`check_tensors`.
+    """
+    file = SafetensorsFile(path)
+    try:
+        check_tensors(file)
+    except BaseException:
+        file.close()
+        raise
+    return file

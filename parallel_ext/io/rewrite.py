@@ -22,6 +22,8 @@ Progress = Callable[[int], object]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
+_TEMPLATES = "additional_chat_templates"
+
 
 def nothing(num_bytes: int) -> None:
     """Report no progress."""
@@ -85,7 +87,9 @@ def copy_beside(
     contents: Mapping[str, bytes] | None = None,
     without: Collection[str] = (),
 ) -> None:
-    """Copy what lies beside the weights of a model, such as its tokenizer; no subdirectories.
+    """Copy what lies beside the weights of a model, such as its tokenizer.
+
+    Of subdirectories only that of further chat templates.
 
     Args:
         contents: of files that are others than those of the model, by name.
@@ -99,6 +103,9 @@ def copy_beside(
         left_out = path.name in contents or path.name in without or is_index
         if path.is_file() and not path.name.endswith(_WEIGHTS) and not left_out:
             disk.write_file(out / path.name, path.read_bytes())
+    for path in (source / _TEMPLATES).glob("*.jinja"):
+        disk.make_directory(out / _TEMPLATES, exist_ok=True)
+        disk.write_file(out / _TEMPLATES / path.name, path.read_bytes())
 
 
 def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:

@@ -15,9 +15,10 @@ import torch
 from peft.utils.other import get_pattern_key
 from transformers import CONFIG_MAPPING
 
-from parallel_ext.checkpoint.manifest import COMMIT_NAME
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.io.header_hashes import open_compared
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
@@ -71,7 +72,7 @@ class _Adapter:
             refuse_unsupported(self.config, f"merge {folder}")
         except (NotImplementedError, ValueError, TypeError) as error:
             raise CheckpointError(str(error)) from error
-        self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
+        self.file = files.enter_context(_opener(folder)(ADAPTER_NAME))
         self.of_text: ModelSpec | None = None
         self._renamed: dict[str, str] = {}  # names in files -> others in the model
         self.factors: dict[str, dict[str, str]] = {}
@@ -201,14 +202,14 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         base: folder of the model that it was trained on, or of the one with images around it.
 
     Raises:
-        CheckpointError: the adapter cannot be merged so, or does not belong to the model; nothing
-            is written.
+        CheckpointError: the adapter cannot be merged so, or does not belong to the model, or a file
+            is not as its hashes say; nothing is written.
     """
     for source in (base, adapter):
         check_new(out, source)
     with ExitStack() as files:
         own = _Adapter(adapter, files)
-        model = files.enter_context(HFDirectory(base))
+        model = files.enter_context(HFDirectory(base, _opener(base)))
         _check(own, model)
         with Publication(out) as temporary:
             write_again(model, temporary, partial(_rows, own), progress)
@@ -218,6 +219,17 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         )
         replaced, merged = own.whole.keys() - own.changed.keys(), len(own.changed)
         return Merged(len(model.shapes), merged, len(replaced), num_bytes)
+
+
+def _opener(folder: Path) -> Callable[[str], SafetensorsFile]:
+    """Return what opens a file of a folder by name, and compares it with hashes where it has any.
+
+    A step of a training checkpoint has them in chunks, compared as they are read; a file that this
+    package wrote as a model's has them in its header, and is read for them first.
+    """
+    if (folder / COMMIT_NAME).exists():
+        return partial(read_manifest(folder).open, folder)
+    return lambda name: open_compared(folder / name)
 
 
 def _check(own: _Adapter, model: HFDirectory) -> None:
@@ -238,7 +250,8 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     if missing:
         raise CheckpointError(
             f"{own.file.path}: {model.path} has no {first_few(missing)}, which the adapter "
-            "changes. It is of another model, or on tied weights: merge it with PEFT"
+            "changes. It is of another model, on tied weights, or on what has another name in "
+            "these files: merge it with PEFT"
         )
     for name, there in own.whole.items():
         shape = own.file.tensors[there].shape
@@ -253,8 +266,14 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"{own.file.path}: {name} was trained whole, but {model.path} has one tensor for "
                 "embedding and head, and would have both changed; untie them first"
             )
+    spec = own.of_text or SPECS.get(config.get("model_type"))
+    head = f"{spec.head if spec else 'lm_head'}.weight"
     for name in own.changed:
-        if "embedding a" in own.factors.get(name, ()) and _ties(config):
+        of_ids = "embedding a" in own.factors.get(name, ()) and (
+            shapes[name][0] == config.get("vocab_size")
+            and not (spec and name == f"{spec.layer_embedding}.weight")
+        )
+        if (of_ids or name == head) and _ties(config):
             raise CheckpointError(
                 f"{own.file.path}: {model.path} has one tensor for embedding and head, and merging "
                 f"into {name} would change both; untie them first"

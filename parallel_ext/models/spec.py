@@ -154,12 +154,19 @@ class ModelSpec:
 
     def of_decoder(self) -> ModelSpec:
         """Return the spec of the architecture's decoder alone, which returns hidden states."""
+
+        def inner(path: str) -> str:
+            return path.removeprefix(self.in_decoder)
+
         return replace(
             self.without_head(),
-            embedding=self.embedding.removeprefix(self.in_decoder),
-            layer_embedding=self.layer_embedding
-            and self.layer_embedding.removeprefix(self.in_decoder),
-            layers=self.layers.removeprefix(self.in_decoder),
+            embedding=inner(self.embedding),
+            layer_embedding=self.layer_embedding and inner(self.layer_embedding),
+            layers=inner(self.layers),
+            regions=tuple(replace(region, name=inner(region.name)) for region in self.regions),
+            shared=tuple(map(inner, self.shared)),
+            towers=tuple(map(inner, self.towers)),
+            unadapted={inner(path): why for path, why in self.unadapted.items()},
         )
 
     def sublayers(self, names: Collection[str]) -> dict[str, Sublayer]:

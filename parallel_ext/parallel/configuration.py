@@ -61,6 +61,18 @@ def type_of_text(config: Any) -> Any:
     return getattr(getattr(config, "text_config", None), "model_type", None)
 
 
+def other_class(config: transformers.PreTrainedConfig) -> str | None:
+    """Return the class of a model in files if it classifies, or is a decoder without a head."""
+    mappings = (
+        transformers.MODEL_MAPPING,
+        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    )
+    classes = {mapping[type(config)].__name__ for mapping in mappings if type(config) in mapping}
+    return next((name for name in config.architectures or () if name in classes), None)
+
+
 def is_of_images(content: Mapping[str, Any]) -> bool:
     """Return whether the configuration in files is of a model of images and text."""
     known = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -23,7 +23,11 @@ from parallel_ext.models import own_model_type
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
-from parallel_ext.parallel.configuration import parameters_on_meta, type_of_text
+from parallel_ext.parallel.configuration import (
+    other_class,
+    parameters_on_meta,
+    type_of_text,
+)
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
@@ -169,6 +173,8 @@ class Planner:
                     f"a {config.model_type!r} is no causal language model, which alone is planned"
                     + (f"; it holds a decoder of text, {text!r}" if text else "")
                 )
+            if head := other_class(config):
+                raise ValueError(f"it is of a {head}; planned are causal language models alone")
             return cls(config)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: {error}") from error

@@ -145,7 +145,7 @@ def from_pretrained(
         )
         if dtype is None:
             in_files = (each for each in directory.dtypes.values() if each.is_floating_point)
-            dtype = config.dtype or next(in_files, None)
+            dtype = dtype_of(config.dtype, None) or next(in_files, None)
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation, dtype)
         )

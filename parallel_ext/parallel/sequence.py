@@ -28,7 +28,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.sublayers import MixtureNames
-from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
+from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call, is_of_others
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.nn.region import ChangeOutput, entered
@@ -43,7 +43,7 @@ from parallel_ext.parallel.check_sequence import (
     sublayers_of_layers,
 )
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.sharding._torch_private import running_backward
+from parallel_ext.sharding._torch_private import input_hooks, running_backward
 from parallel_ext.sharding.layout import split
 
 
@@ -201,6 +201,17 @@ class OwnTokens:
         logits = self.each_row(ops.gather_tokens, output[0], partial_gradient=False)
         return (logits, *output[1:])
 
+    def gather_for_hooks(self, norm: nn.Module, args: tuple) -> tuple | None:
+        """Before the final norm: give every rank all tokens, where hooks of others see them there.
+
+        The norm is then of all tokens too.
+        """
+        if not any(map(is_of_others, input_hooks(norm))) or not self.divided():
+            return None
+        whole = ops.gather_tokens(args[0], self.now(), self.group, partial_gradient=False)
+        self.begin(whole, whole.size(-2))
+        return (whole, *args[1:])
+
     def gather_all(self, norm: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         """After the final norm: give every rank the hidden states of all tokens.
 
@@ -290,6 +301,8 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     for layer in layers:
         layer.register_forward_pre_hook(own.begin_layer, with_kwargs=True)
     norms = norms_of(model, spec)
+    final_norm = model.get_submodule(norms[-1])
+    final_norm.register_forward_pre_hook(own.gather_for_hooks)
     in_parts, mixtures = dict.fromkeys(norms), []
     for path, sublayer in sublayers_of_layers(model, spec).items():
         module = model.get_submodule(path)
@@ -315,7 +328,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     decoder.register_forward_hook(watch.after, always_call=True)
     if not beside_layers(model, spec):  # else images take the place of some rows
         model.get_submodule(spec.embedding).keeps = own.of_embedding
-    model.get_submodule(norms[-1]).register_forward_hook(own.gather_all)
+    final_norm.register_forward_hook(own.gather_all)
 
 
 def _give_own_tokens(mixture: nn.Module, names: MixtureNames, own: OwnTokens) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import transformers
 
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.header_hashes import open_compared
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
 from parallel_ext.io.hf_writer import index_of, to_file
 from parallel_ext.io.publish import Publication
@@ -60,12 +61,13 @@ def unpad_files(
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: what would be dropped is not padding, there is nothing to drop, or the
-            files are not those of a model that is served; nothing is written.
+        CheckpointError: what would be dropped is not padding, there is nothing to drop, the files
+            are not those of a model that is served, or one is not as the hashes in its header say;
+            nothing is written.
         OSError: a file cannot be read or written.
     """
     check_new(out, source)
-    with HFDirectory(source) as model:
+    with HFDirectory(source, lambda name: open_compared(source / name)) as model:
         layout, vocabulary = _expected(model)
         configured = layout[vocabulary[0]].shape[0]
         padded = max(model.shapes[name][0] for name in vocabulary if name in model.shapes)

@@ -384,6 +384,12 @@ def test_plan_says_that_there_is_no_such_directory(
         ('{"model_type": "bert"}', [], "no spec for model_type 'bert'"),
         ('{"model_type": "llava"}', [], "is planned; it holds a decoder of text, 'llama'"),
         ('{"model_type": "clip"}', [], "'clip' is no causal language model, which alone is"),
+        (
+            '{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}',
+            [],
+            "it is of a LlamaForSequenceClassification; planned are causal",
+        ),
+        ('{"model_type": "llama", "architectures": ["LlamaModel"]}', [], "of a LlamaModel"),
         ("{}", [], "Unrecognized model"),
         ("[]", [], "no model can be built from it: "),
         ('{"model_type": "llama", "hidden_size": "big"}', [], "'hidden_size' expected int"),

@@ -71,6 +71,10 @@ CASES: dict[str, tuple[Tiny | TinyMixtral | OfSpec, dict[str, Any]]] = {
         },
     ),
     "experts of another name in files": (OfSpec("granitemoe", dtype=torch.float32), ON_EXPERTS),
+    "an embedding beside tied ends": (
+        OfSpec("gemma4_text that shares keys", dtype=torch.float32, tied=True),
+        {"target_modules": ["embed_tokens_per_layer", "q_proj"]},
+    ),
     "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
 }
 if "granitemoe" not in KINDS:  # as transformers 5.15 has it
@@ -87,6 +91,8 @@ def test_the_merged_model_is_that_of_peft(
     tiny.model().save_pretrained(base, max_shard_size=size)
     (base / "tokenizer.json").write_text("{}")
     (base / "pytorch_model.bin").write_bytes(b"old")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool.jinja").write_text("{{ tool }}")
     by_peft = _trained(tiny.model(), adapter, **changes).merge_and_unload()
     by_peft.save_pretrained(tmp_path / "expected")
     expected = _tensors(tmp_path / "expected")
@@ -96,6 +102,7 @@ def test_the_merged_model_is_that_of_peft(
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == {
         "pytorch_model.bin"
     }
+    assert (out / "additional_chat_templates/tool.jinja").read_text() == "{{ tool }}"
     plain = _tensors(base)
     assert found.keys() == plain.keys()
     changed = [name for name in plain if not torch.equal(found[name], plain[name])]
@@ -206,6 +213,24 @@ def test_a_step_of_checkpoints_is_not_replaced(
         assert "not a complete one" in _refused(capsys, adapter, base, tmp_path / "out")
 
 
+@pytest.mark.parametrize("damaged", ["step of the base", "base", "step of the adapter"])
+def test_damaged_bytes_are_not_merged(
+    damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool(1).run(_steps, tmp_path)
+    base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    if damaged == "base":
+        assert main(["convert", str(base), str(tmp_path / "plain")]) == 0
+        base = tmp_path / "plain"
+    folder = adapter if damaged == "step of the adapter" else base
+    file = next(folder.rglob("*model*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "damaged" in _refused(capsys, adapter, base, out)
+    assert not out.exists()
+
+
 def _refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
     assert main(["merge", *map(str, paths)]) == 2
     return capsys.readouterr().err
@@ -246,6 +271,11 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     Tiny(dtype=torch.float32, tied=True).model().save_pretrained(tied)
     _trained(TINY.model(), tmp_path / "head", target_modules=["lm_head"])
     assert "on tied weights" in _refused(capsys, tmp_path / "head", tied, out)
+    twice = tmp_path / "twice"
+    TINY.model().save_pretrained(twice)
+    config = json.loads((twice / "config.json").read_text())
+    (twice / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert "would change both" in _refused(capsys, tmp_path / "head", twice, out)
     _trained(TINY.model(), tmp_path / "embedding", target_modules=["embed_tokens"])
     assert "would change both" in _refused(capsys, tmp_path / "embedding", tied, out)
     whole = tmp_path / "whole"

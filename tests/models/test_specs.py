@@ -39,7 +39,7 @@ from transformers.models.vaultgemma import modeling_vaultgemma
 import parallel_ext as px
 from parallel_ext.models import SPECS
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.parallel.validate import is_too_old_for
+from parallel_ext.parallel.validate import is_too_old_for, spec_for
 
 _EXPERTS = {
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"},
@@ -416,6 +416,17 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
     layout = Layout(1, tp, tp if tiny.has_experts else 1)
     found = pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes)
     assert_within(found, _tolerance(tiny.kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_alone_has_the_same_sublayers(kind: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(OfSpec(kind).config())
+    whole = spec_for(model)
+    decoder = model.get_submodule(whole.decoder)
+    expected = whole.sublayers(dict(model.named_parameters()))
+    found = spec_for(decoder).sublayers(dict(decoder.named_parameters()))
+    assert found.keys() == {path.removeprefix(whole.in_decoder) for path in expected} != set()
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:

@@ -129,6 +129,13 @@ def test_huggingfaces_words_for_nothing_change_nothing(folder: Path) -> None:
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
+def test_a_configuration_may_name_its_dtype(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.dtype = "bfloat16"
+    model = px.from_pretrained(folder, px.init_mesh(), config=config)
+    assert model.dtype == torch.bfloat16
+
+
 def _first_layer(folder: Path, tiny: Tiny | TinyMixtral) -> None:
     config = transformers.AutoConfig.from_pretrained(folder, num_hidden_layers=1)
     words = f"{re.escape(str(folder))}: the first 1 of 3 layers are loaded"

@@ -383,6 +383,10 @@ def _seen_by_others(where: str) -> dict[str, float]:
             each.get_input_embeddings().register_forward_hook(_mixed)
         elif where == "norm":
             each.model.norm.register_forward_hook(_mixed)
+        elif where == "before the norm":
+            norm = each.model.norm
+            norm.register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0]))
+            norm.register_forward_pre_hook(_mixed)
         elif where == "head":
             each.lm_head.register_forward_pre_hook(_mixed)
         elif where == "decoder":
@@ -401,7 +405,11 @@ def _seen_by_others(where: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "where", ["embedding", "norm", "head", "decoder", "embeddings given", "frozen layer"]
+    "where",
+    [
+        *("embedding", "before the norm", "norm", "head", "decoder", "embeddings given"),
+        "frozen layer",
+    ],
 )
 def test_others_see_all_tokens_and_have_their_gradients(where: str) -> None:
     assert_within(pool(2).run(_seen_by_others, where))
