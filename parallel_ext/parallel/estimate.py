@@ -23,11 +23,7 @@ from parallel_ext.models import own_model_type
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
-from parallel_ext.parallel.configuration import (
-    other_class,
-    parameters_on_meta,
-    type_of_text,
-)
+from parallel_ext.parallel.configuration import other_class, parameters_on_meta, type_of_text
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
