@@ -256,11 +256,9 @@ class OfSpec:
         """The single-process model, the same on every rank."""
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(self.config()).to(self.dtype).train()
-        for (
-            name,
-            parameter,
-        ) in model.named_parameters():  # the initial biases of 0 and norms of 1 hide errors
-            if parameter.dim() == 1 or name.endswith("bias"):
+        # Initial biases and routers of 0 and norms of 1 hide errors.
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias") or not parameter.any():
                 nn.init.normal_(parameter, mean=1.0, std=0.3)
         for name, tensor in model.state_dict().items():
             if name.endswith(("correction_bias", "layer_scalar")):
