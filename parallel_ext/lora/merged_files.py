@@ -19,7 +19,7 @@ from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.header_hashes import open_compared
-from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, HFDirectory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -67,6 +67,8 @@ class _Adapter:
     """
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
+        if not (folder / ADAPTER_CONFIG_NAME).exists():
+            raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG_NAME}, so it is no adapter")
         try:
             self.config = LoraConfig.from_pretrained(str(folder))
             refuse_unsupported(self.config, f"merge {folder}")

@@ -243,6 +243,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     TINY.model().save_pretrained(base)
     _trained(TINY.model(), tmp_path / "dora", use_dora=True)
     assert "does not support use_dora=True" in _refused(capsys, tmp_path / "dora", base, out)
+    assert "has no adapter_config.json, so it is no adapter" in _refused(capsys, base, base, out)
     good = tmp_path / "good"
     _trained(TINY.model(), good)
     assert "itself, or in it; choose another" in _refused(capsys, good, base, base)
