@@ -206,8 +206,14 @@ class OwnTokens:
 
         The norm is then of all tokens too.
         """
-        if not any(map(is_of_others, input_hooks(norm))) or not self.divided():
+        hooks = input_hooks(norm)
+        if not any(map(is_of_others, hooks)) or not self.divided():
             return None
+        if is_of_others(hooks[0]):
+            raise NotImplementedError(
+                "sequence_parallel: a pre-hook with prepend=True on the final norm is not "
+                "supported: it sees this rank's own tokens; leave prepend out"
+            )
         whole = ops.gather_tokens(args[0], self.now(), self.group, partial_gradient=False)
         self.begin(whole, whole.size(-2))
         return (whole, *args[1:])

@@ -423,6 +423,17 @@ def test_others_see_all_tokens_and_have_their_gradients(where: str) -> None:
     assert_within(pool(2).run(_seen_by_others, where))
 
 
+def _prepended() -> None:
+    model = parallel(Tiny().model(), mesh_of(), sequence_parallel=True)
+    model.model.norm.register_forward_pre_hook(_mixed, prepend=True)
+    with pytest.raises(NotImplementedError, match="prepend=True on the final norm"):
+        model(**batch(101))
+
+
+def test_a_hook_that_would_see_own_tokens_is_refused() -> None:
+    pool(2).run(_prepended)
+
+
 def _after_an_error() -> float:
     reference, one = Tiny().model(), batch(101)
     model = parallel(reference, mesh_of(), sequence_parallel=True)
