@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from disk_faults import change_last_byte
 from launch import run_forked
 from ranks import pool
 from reference import Tiny, batch, mesh_of
@@ -119,9 +120,7 @@ def test_verify_finds_one_changed_byte(
     found = _json(capsys, 0, "verify", root)
     assert found["checked"] == "every byte is that which was written"
     file = next(px.latest_checkpoint(root).glob("parallel_state/optim-*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change_last_byte(file)
     wrong = _json(capsys, 1, "verify", root)["wrong"]
     assert file.name in wrong
     assert "hash" in wrong

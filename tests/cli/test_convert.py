@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from disk_faults import change_last_byte
 from ranks import pool
 from reference import Tiny, batch, mesh_of
 from reference_cogagent import tiny_config
@@ -200,15 +201,22 @@ def test_an_adapters_checkpoint_becomes_a_plain_adapter(
     peft.PeftModel.from_pretrained(TINY.model(), out)
 
 
+def test_a_damaged_model_is_not_shortened(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _json(capsys, saved / "checkpoints", tmp_path / "model")
+    change_last_byte(next((tmp_path / "model").glob("*.safetensors")))
+    out = tmp_path / "out"
+    assert "is damaged" in _refused(capsys, out, tmp_path / "model", out, "--vocab-size", 100)
+
+
 @pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_a_damaged_checkpoint_is_not_converted(
     to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = shutil.copytree(saved / "checkpoints", tmp_path / "copy")
     file = next(px.latest_checkpoint(root).glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change_last_byte(file)
     out = tmp_path / "out"
     assert "are damaged" in _refused(capsys, out, root, out, "--to", to)
     assert not out.exists()

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from disk_faults import change_last_byte
 from ranks import pool
 from reference import Tiny
 from reference_images import tiny_model
@@ -224,9 +225,7 @@ def test_damaged_bytes_are_not_merged(
         base = tmp_path / "plain"
     folder = adapter if damaged == "step of the adapter" else base
     file = next(folder.rglob("*model*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    change_last_byte(file)
     assert "damaged" in _refused(capsys, adapter, base, out)
     assert not out.exists()
 

@@ -135,3 +135,10 @@ def in_child(action: Action) -> int | None:
             os._exit(status)
     _, code = os.waitpid(child, 0)
     return None if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
+
+
+def change_last_byte(file: Path) -> None:
+    """Change one bit of a file's last byte."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
