@@ -27,7 +27,9 @@ WORK ?= .work
 TEST_PROCESSES ?= 2
 
 PY := $(VENV)/bin/python
-ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+BUILD_ENV := MAX_JOBS=$(MAX_JOBS)
+# On the CPU also where there are GPUs, which ranks would outnumber; test-gpu is for those.
+ENV := $(BUILD_ENV) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 # Threads that wait spin otherwise, which halves the speed of a shared machine.
 DEMO_ENV := $(ENV) OMP_WAIT_POLICY=passive
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
@@ -46,7 +48,7 @@ $(VENV)/environment: pyproject.toml
 # An sdist, a wheel from that sdist, and the wheel installed.
 $(VENV)/installed: $(VENV)/environment $(SOURCES)
 	rm -rf $(WORK)/dist
-	$(ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
+	$(BUILD_ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
 	$(PY) -m pip install --quiet --force-reinstall --no-deps $(WORK)/dist/*.whl
 	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint,plot]" $(TORCH) $(ALSO)
 	touch $@
@@ -108,7 +110,7 @@ SANITIZED := $(WORK)/sanitized
 SANITIZED_TESTS ?= tests/ops tests/nn tests/distributed
 THREAD_SANITIZER := tests/distributed/test_thread_sanitizer.py
 sanitize: $(VENV)/installed
-	$(ENV) SANITIZE=address,undefined $(PY) setup.py --quiet build \
+	$(BUILD_ENV) SANITIZE=address,undefined $(PY) setup.py --quiet build \
 	    --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	$(ENV) $(VENV)/bin/pytest -q $(THREAD_SANITIZER)
 	$(ENV) PYTHONPATH=$(abspath $(SANITIZED)/lib) \

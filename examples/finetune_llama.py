@@ -33,14 +33,20 @@ def default_text() -> str:
 
 
 def batches(
-    tokenizer: Any, text: str, rows: int, tokens: int, steps: int, first: int = 0
+    tokenizer: Any,
+    text: str,
+    rows: int,
+    tokens: int,
+    steps: int,
+    first: int = 0,
+    device: torch.device | str = "cpu",
 ) -> list[dict[str, torch.Tensor]]:
     """``steps`` batches of [rows, tokens] ids from ``text``, from batch number ``first`` on."""
     size, characters = rows * tokens, 8 * rows * tokens * (first + steps)
     ids = torch.tensor(tokenizer(text[:characters])["input_ids"])
     if len(ids) < size * (first + steps):
         raise SystemExit(f"the text has {len(ids)} tokens; {size * (first + steps)} are needed")
-    chunks = ids[: size * (first + steps)].view(-1, rows, tokens)[first:]
+    chunks = ids[: size * (first + steps)].view(-1, rows, tokens)[first:].to(device)
     return [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
 
 
@@ -121,7 +127,8 @@ def start(options: argparse.Namespace) -> tuple[px.Mesh, Any, Any, list[dict[str
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = options.text.read_text() if options.text else default_text()
-    data = batches(tokenizer, text, options.rows, options.tokens, options.steps, options.first)
+    sizes = (options.rows, options.tokens, options.steps, options.first)
+    data = batches(tokenizer, text, *sizes, mesh.device)
     return mesh, model, tokenizer, data
 
 

@@ -117,7 +117,8 @@ def main() -> None:
     px.data_parallel(model, mesh, zero=options.zero)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = options.text.read_text() if options.text else default_text()
-    data = batches(tokenizer, text, options.rows, options.tokens, options.steps, options.first)
+    sizes = (options.rows, options.tokens, options.steps, options.first)
+    data = batches(tokenizer, text, *sizes, mesh.device)
     if options.rows % mesh.dp_size:
         raise SystemExit(f"{options.rows} rows are not divisible by dp={mesh.dp_size}")
     own = [own_rows(batch, mesh) for batch in data]

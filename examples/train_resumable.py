@@ -50,7 +50,7 @@ def main() -> None:
     model = px.from_pretrained(options.model, mesh, dtype=dtype, invariant=invariant)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = options.text.read_text() if options.text else default_text()
-    samples = samples_of(tokenizer, text, options.tokens)
+    samples = samples_of(tokenizer, text, options.tokens).to(mesh.device)
     if mesh.dp_size > 1 and invariant is None:
         px.data_parallel(model, mesh, options.zero)
     model.train()
