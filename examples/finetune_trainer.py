@@ -2,9 +2,9 @@
 
     python examples/finetune_trainer.py MODEL TEXT OUT
 
-Nothing here knows of several ranks. ``python -m parallel_ext.run`` runs it on them as it is:
+Nothing here knows of several ranks. ``-m parallel_ext.run`` runs it on them as it is:
 
-    torchrun --nproc_per_node 2 --no-python python -m parallel_ext.run --tp 2 \\
+    torchrun --nproc_per_node 2 -m parallel_ext.run --tp 2 \\
         examples/finetune_trainer.py MODEL TEXT OUT
 """
 

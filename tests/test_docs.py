@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose blocks another test runs, and that test.
 RUN_ELSEWHERE = {"operators.md": "nn/test_operators.py"}
+RANKS = {"training.md": 4}  # of pages that have dp and tp at once
 ROOMS = [path.name for path in (ROOT / "parallel_ext").iterdir() if path.is_dir()]
 WIDE = {"interplay.md", "operators.md"}  # with tables of their own
 
@@ -50,7 +51,7 @@ def directory(tiny_models: Path, tmp_path: Path) -> Path:
 def test_the_code_of_a_page_runs(page: Path, directory: Path) -> None:
     if page.name == "trainer.md" and not HAS_TRAINER:
         pytest.skip("px.Trainer needs a newer transformers")
-    pool(2).run(run_steps, steps_of(page), str(directory))
+    pool(RANKS.get(page.name, 2)).run(run_steps, steps_of(page), str(directory))
 
 
 def test_a_broken_block_is_an_error_with_its_line(tmp_path: Path) -> None:
