@@ -15,9 +15,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 tokenizer = AutoTokenizer.from_pretrained(source)
 
 with open(text) as file:
-    ids = tokenizer(file.read(), return_tensors="pt").input_ids
+    ids = tokenizer(file.read(), return_tensors="pt").input_ids.to(mesh.device)
 for step, batch in enumerate(ids.split(128, dim=1)[:8]):  # the same tokens on both ranks
-    batch = batch.to(mesh.device)
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()  # every .grad is final here
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the single-process norm
