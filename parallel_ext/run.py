@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from parallel_ext.interplay.patch import patch
+from parallel_ext.interplay.patch import DDP_TIMEOUT_S, patch
 from parallel_ext.parallel import joining
 from parallel_ext.parallel.state import Remembered
 
@@ -34,10 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="CLASS",
         help="a class of models that each rank loads whole; may be given several times",
     )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DDP_TIMEOUT_S,
+        help="seconds that a rank waits for others; %(default)g by default",
+    )
     parser.add_argument("script", nargs=argparse.PARSER, help="the script, and its arguments")
     asked = parser.parse_args(arguments)
     own = asked.script[asked.script[0] == "--" :]
-    mesh = patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
+    of_model = {"tp": asked.tp, "ep": asked.ep, "zero": asked.zero}
+    mesh = patch(**of_model, plain=asked.plain, timeout=asked.timeout)
     sys.argv = own
     sys.path[0] = os.path.dirname(os.path.abspath(own[0]))
     try:

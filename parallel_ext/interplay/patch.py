@@ -55,6 +55,8 @@ _PLACED = {
 }
 _UNUSED = {"_from_auto", "_commit_hash", "adapter_kwargs", "proxies", "trust_remote_code"}
 
+DDP_TIMEOUT_S = 1800.0  # of TrainingArguments(ddp_timeout=)
+
 # Without it accelerate sees one process on CPUs, however many there are.
 _USE_CPU = "ACCELERATE_USE_CPU"
 
@@ -62,7 +64,13 @@ _USE_CPU = "ACCELERATE_USE_CPU"
 _PACKAGES = ("accelerate", "parallel_ext", "peft", "transformers", "trl")
 
 
-def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) -> Mesh:
+def patch(
+    tp: int = 1,
+    ep: int = 1,
+    zero: int = 2,
+    plain: Iterable[str] = (),
+    timeout: float = DDP_TIMEOUT_S,
+) -> Mesh:
     """Let HuggingFace scripts load parallel models from here on, and train them as one process.
 
     Every rank calls it, before it loads a model; ``torchrun -m parallel_ext.run`` does so before a
@@ -80,6 +88,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
         zero: stage of :func:`parallel_ext.data_parallel`, 2 or 3.
         plain: names of classes, such as ``"GPT2LMHeadModel"``, of models that stay whole on each
             rank: causal models that only help.
+        timeout: seconds, as of :func:`parallel_ext.init_mesh`; by default half an hour, as long as
+            HuggingFace lets ranks wait for one that prepares data.
 
     Returns:
         The mesh, for scripts that want ``mesh.dp_rank``; :func:`parallel_ext.init_mesh` has made
@@ -95,7 +105,7 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     """
     if zero not in (2, 3):
         raise ValueError(f"patch: zero must be 2 or 3, got {zero!r}")
-    options = {"tp": tp, "ep": ep, "zero": zero, "plain": sorted(plain)}
+    options = {"tp": tp, "ep": ep, "zero": zero, "plain": sorted(plain), "timeout": timeout}
     if patches:
         if patches[0].options != options:
             raise ValueError(
@@ -104,7 +114,7 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
             )
         return patches[0].mesh
     run_extensions()
-    mesh = init_mesh(tp=tp, ep=ep)
+    mesh = init_mesh(tp=tp, ep=ep, timeout=timeout)
     uses_cpu = mesh.device.type == "cpu" and _USE_CPU not in os.environ
     if uses_cpu:
         os.environ[_USE_CPU] = "true"

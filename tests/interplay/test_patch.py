@@ -115,6 +115,19 @@ def test_a_script_has_its_own_arguments(tmp_path: Path, before: list[str]) -> No
     assert "argv script.py -- a --tp=3" in printed
 
 
+@pytest.mark.parametrize(("given", "seconds"), [([], 1800.0), (["--timeout", "90"], 90.0)])
+def test_ranks_wait_as_long_as_those_of_huggingface(
+    tmp_path: Path, given: list[str], seconds: float
+) -> None:
+    """For example where rank 0 tokenizes and the others wait at a barrier."""
+    assert transformers.TrainingArguments(str(tmp_path)).ddp_timeout == 1800
+    (tmp_path / "script.py").write_text(
+        "from parallel_ext.distributed.mesh import Mesh\nprint('waits', Mesh.last.timeout)"
+    )
+    command = [sys.executable, "-m", "parallel_ext.run", *given, "script.py"]
+    assert f"waits {seconds}" in finished(run_forked(command, cwd=tmp_path))
+
+
 TRAINED = """
 import sys
 import torch
