@@ -225,7 +225,7 @@ def prepare_data_loader(trial: Trial) -> None:
 
 
 @refused(
-    f"{A}.prepare_data_loader (dispatch_batches=True)",
+    f"{A}.prepare_data_loader (dispatch_batches=True, tp > 1)",
     instead="DataLoaderConfiguration(dispatch_batches=False)",
 )
 def dispatched(trial: Trial) -> None:
