@@ -100,8 +100,10 @@ class CalledAlone:
     def _add(self, shard: nn.Parameter, whole: torch.Tensor) -> None:
         from torch.distributed.tensor import DTensor, Partial
 
+        if whole.grad is None:  # taken before, where one backward has arrived here twice
+            return
         wide = torch.promote_types(whole.dtype, torch.float32)
-        own = whole.grad.to(wide)
+        own, whole.grad = whole.grad.to(wide), None  # a graph that is retained brings another
         parts = DTensor.from_local(own, shard.device_mesh, [Partial()])
         total = self._together(
             "reduce_scatter", own.nbytes, lambda: parts.redistribute(placements=shard.placements)

@@ -11,7 +11,7 @@ import torch
 from ranks import pool
 from reference import FLOOR, Tiny, quietly, refusal
 from reference_mixtral import Layout, TinyMixtral
-from reference_training import difference_trained
+from reference_training import difference_trained, full_difference
 from torch import nn
 
 import parallel_ext as px
@@ -103,6 +103,25 @@ def test_embeddings_in_front_of_the_model(kind: str, layout: Layout, zero: int) 
 )
 def test_frozen_models_and_several_batches(kind: str, how: str) -> None:
     assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, how)) <= EXACT
+
+
+def _backward_twice(layout: Layout, zero: int) -> float:
+    """Gradients of two backwards through one graph, of which the second counts double."""
+    mesh = layout.mesh()
+    models = reference, ours = pair("untied", mesh, zero)
+    for loss in batches(reference, ours, mesh, 1):
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    for model in models:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return full_difference(ours, reference)
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(2, 1, 1), 2), (Layout(2, 2, 1), 2)], ids=str)
+def test_a_second_backward_through_one_graph_adds_its_own_gradients(
+    layout: Layout, zero: int
+) -> None:
+    assert max(pool(layout.world).run(_backward_twice, layout, zero)) <= EXACT
 
 
 def _with_own_tokens() -> float:
