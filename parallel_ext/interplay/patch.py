@@ -312,16 +312,16 @@ def _is_called_by(packages: Collection[str]) -> bool:
     return module.partition(".")[0] in packages
 
 
-def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+def _write(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Extend ``torch.save`` and safetensors' to refuse the ``state_dict()`` of a parallel model."""
     by_packages = _is_called_by(("parallel_ext", "torch"))  # such as torch's own checkpoints
-    if not by_packages and holds_shards(obj):
+    if not by_packages and holds_shards([args, kwargs]):
         raise NotImplementedError(
             "px.patch: the file would hold this rank's shards of the model, not all of it; on all "
             "ranks call model.save_pretrained or px.save_checkpoint, or write what "
             "px.full_state_dict(model) returns"
         )
-    return plain(obj, *args, **kwargs)
+    return plain(*args, **kwargs)
 
 
 def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:

@@ -984,6 +984,10 @@ def _files_of_shards(directory: str, tp: int) -> list[Any]:
             lambda: torch.save({"model": model.state_dict()}, io.BytesIO()),
             lambda: torch.save([optimizer.state_dict()], io.BytesIO()),
             lambda: safetensors.torch.save_file(model.state_dict(), f"{directory}/shards"),
+            lambda: torch.save(f=io.BytesIO(), obj=model.state_dict()),
+            lambda: safetensors.torch.save_file(
+                tensors=model.state_dict(), filename=f"{directory}/shards"
+            ),
         ):
             with pytest.raises(NotImplementedError) as raised:
                 call()
@@ -993,6 +997,9 @@ def _files_of_shards(directory: str, tp: int) -> list[Any]:
         file.seek(0)
         saved = torch.load(file)
         assert saved.keys() == full.keys()
+        if dist.get_rank() == 0:  # which has all of it
+            safetensors.torch.save_file(tensors=full, filename=f"{directory}/full")
+            assert safetensors.torch.load_file(f"{directory}/full").keys() == full.keys()
     torch.save(model.state_dict(), io.BytesIO())
     return results
 
