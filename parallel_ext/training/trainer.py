@@ -13,6 +13,7 @@ import torch
 import transformers
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.beside import is_around
@@ -51,6 +52,8 @@ class TrainerMixin(TrainerFiles):
         NotImplementedError: TRL's trainer is not served, or ``model_init`` was given.
     """
 
+    current_gradient_accumulation_steps = 1  # of an evaluation, until a training sets its own
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_class(self)
         check_given(self, args, kwargs)
@@ -79,16 +82,19 @@ class TrainerMixin(TrainerFiles):
         A module around the model may divide by ``num_items_in_batch``, or take a mean. For the mean
         of the dp ranks' losses to be that of one process it is given that number over dp.
         """
-        of_rank = self._mesh.dp_size > 1 and self._computes_losses
+        of_rank = times_dp = self._mesh.dp_size > 1 and self._computes_losses
+        steps = self.current_gradient_accumulation_steps
         if of_rank and num_items_in_batch is None:
-            # In an evaluation it would be divided by the labels of this rank, and not of the batch.
-            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-            self.current_gradient_accumulation_steps = 1
+            # It would be divided by the labels of this rank, and not of the batch.
+            num_items_in_batch, steps = self._get_num_items_in_batch([inputs], self.args.device), 1
+            if num_items_in_batch is None:
+                num_items_in_batch, times_dp = self._count_labels(inputs)
         around = not of_rank and is_around(self.model)
         if around and num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch / self._mesh.dp_size
         with (
-            temporarily(self.args, average_tokens_across_devices=of_rank),
+            temporarily(self, current_gradient_accumulation_steps=steps),
+            temporarily(self.args, average_tokens_across_devices=times_dp),
             temporarily(state_of(model), counts_share=around),
         ):
             share = self._share_of_labels(inputs)
@@ -111,7 +117,7 @@ class TrainerMixin(TrainerFiles):
         parallel decoder, whatever number of labels they are given.
         """
         labels = inputs.get("labels")
-        if self._mesh.dp_size == 1 or self.model_accepts_loss_kwargs or self._has_own_loss:
+        if self._mesh.dp_size == 1 or self.model_accepts_loss_kwargs or self._computes_losses:
             return None
         if not torch.is_tensor(labels) or labels.dim() < 2:
             return None
@@ -123,14 +129,29 @@ class TrainerMixin(TrainerFiles):
         own = (labels[..., 1:] != -100).sum().float()  # as the class counts them
         return own / self.accelerator.reduce(own.clone(), "mean")
 
-    @property
-    def _has_own_loss(self) -> bool:
-        return self.compute_loss_func is not None or self.label_smoother is not None
+    def _count_labels(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, bool]:
+        """Count the labels of a class of which a trainer does not, as its forward takes no number.
+
+        Returns:
+            The number by which each dp rank divides its sum, and whether that is times dp then, as
+            in TRL; transformers multiplies the losses only of classes that take a number.
+        """
+        labels = inputs.get("labels")
+        if self.compute_loss_func is not None or not torch.is_tensor(labels):
+            return None, True
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        of_trl, causal = class_of_trl(self), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if of_trl is not None or type(model).__name__ in causal:  # which shift the labels
+            labels = labels[..., 1:]
+        count = self.accelerator.reduce((labels != -100).sum().float(), "sum")
+        return (count, True) if of_trl is not None else (count / self._mesh.dp_size, False)
 
     @property
     def _computes_losses(self) -> bool:
         """Return whether losses are computed from the logits of a rank, and not by the model."""
-        return self._has_own_loss or class_of_trl(self) == "SFTTrainer"
+        own = self.compute_loss_func is not None or self.label_smoother is not None
+        return own or class_of_trl(self) == "SFTTrainer"
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train; under ``px.Invariant`` after a check that batches can be its leaves."""
