@@ -141,7 +141,7 @@ def save_state(
         Path(location, f"{RNG_STATE_NAME}_{self.process_index}.pkl").unlink(missing_ok=True)
         return location
 
-    location = control.run_on_all("Accelerator.save_state", others)
+    location = control.run_on_all("Accelerator.save_state", others, patient=True)
     for root, prepared in parts.roots(location):
         last = control.all_gather_object(max(complete_steps(root), default=-1))[0]
         step = max(self.save_iteration, last + 1)

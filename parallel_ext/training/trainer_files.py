@@ -80,10 +80,10 @@ class TrainerFiles:
         root = checkpoint / _FOLDER
 
         def make_room() -> None:  # for one of the same step, of a run that was given up
-            if self.args.should_save and checkpoint.exists():
-                shutil.rmtree(checkpoint)
+            if self.args.should_save:
+                _remove(checkpoint)
 
-        control.run_on_all("save_model", make_room)
+        control.run_on_all("save_model", make_room, patient=True)
         optimizer, scheduler = self.optimizer, self.lr_scheduler
         if self.args.save_only_model:
             optimizer = scheduler = None
@@ -171,6 +171,16 @@ class TrainerFiles:
         states = rng.capture(self._mesh)
         load_checkpoint(Path(self.state.best_model_checkpoint) / _FOLDER, self.model)
         rng.restore(states, self._mesh)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, which first loses its name: a part of it is never taken for it."""
+    trash = checkpoint.with_name(f"_{checkpoint.name}")  # which does not go to the hub either
+    if trash.exists():  # of a job that was killed meanwhile
+        shutil.rmtree(trash)
+    if checkpoint.exists():
+        checkpoint.rename(trash)
+        shutil.rmtree(trash)
 
 
 def _link_files(source: Path, target: Path) -> None:

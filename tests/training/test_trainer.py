@@ -389,6 +389,36 @@ def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Pat
         check_same(ours, ([*rest[:-1], last], *predicted), JOBS[loaded].error)
 
 
+def _killed_while_it_makes_room(job: Job, folder: Path) -> str:
+    """What a job resumes from that was killed when it had deleted the weights of its last step."""
+    with world():
+        trainer, _ = made(job, folder)
+        trainer.train()
+        trainer.state.global_step = 3
+
+        def weights_alone(path: Path) -> None:
+            for file in Path(path).rglob("*.safetensors"):
+                file.unlink()
+            raise OSError("killed")
+
+        with (
+            mock.patch("parallel_ext.training.trainer_files.shutil.rmtree", weights_alone),
+            pytest.raises(OSError, match="killed"),
+        ):
+            trainer.save_model(str(folder / "checkpoint-3"), _internal_call=True)
+        found = Path(trainer._last_checkpoint()).name
+        trainer.save_model(str(folder / "checkpoint-3"), _internal_call=True)
+        return found
+
+
+def test_a_job_that_is_killed_while_it_replaces_a_step_resumes_from_the_one_before(
+    tmp_path: Path,
+) -> None:
+    assert pool(2).run(_killed_while_it_makes_room, JOBS["tp 2"], tmp_path) == ["checkpoint-2"] * 2
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
 def _predicted(job: Job, folder: Path) -> Any:
     with world():
         trainer, _ = made(job, folder)
