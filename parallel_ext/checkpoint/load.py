@@ -32,6 +32,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import one_error, shown
 from parallel_ext.io.same_directory import check_all_see
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import state_of
 
 
@@ -97,6 +98,7 @@ def load_checkpoint(
     Example:
         >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
+    arrive("load_checkpoint")
     state, where = state_of(model), f"load_checkpoint from {os.fspath(root)}"
     mesh, op_name = state.mesh, where if step is None else f"{where}, step {step}"
     with one_error(where), ExitStack() as cleanup:

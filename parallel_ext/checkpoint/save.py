@@ -221,6 +221,7 @@ def wait_for_checkpoint(model: nn.Module) -> None:
         >>> wait_for_checkpoint(model)  # doctest: +SKIP
     """
     mesh, op_name = state_of(model).mesh, "wait_for_checkpoint"
+    arrive(op_name)
     with one_error(op_name):
         mesh.control.barrier(op_name)
         mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)

@@ -27,7 +27,7 @@ from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of
-from parallel_ext.parallel.joining import call_together
+from parallel_ext.parallel.joining import arrive, call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
@@ -193,6 +193,7 @@ def load_adapter(
     state = parallel_state(self)
     if state is None:
         return plain(self, model_id, *args, **kwargs)
+    arrive("load_adapter")
     op_name = f"load_adapter of {model_id}"
     if kwargs.get("ignore_mismatched_sizes"):
         raise NotImplementedError(

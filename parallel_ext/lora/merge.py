@@ -16,6 +16,7 @@ from torch import nn
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.lora.files import check_adapters, parallel_state
 from parallel_ext.nn.lora import KeptParameters, low_rank_product
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
@@ -156,6 +157,7 @@ def _merging(
     """Merge after a check on all ranks of whatever may speak against it, before any change."""
     state, op_name = parallel_state(self.model), "merging adapters"
     if state is not None:
+        arrive(op_name)
         state.mesh.control.barrier(op_name)
 
         def check() -> None:

@@ -34,6 +34,7 @@ from parallel_ext.parallel.beside import (
     tied_beside,
 )
 from parallel_ext.parallel.configuration import build_on_meta, configurations, names_in_model
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import ParallelState, state_of
@@ -312,6 +313,7 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
         DisagreementError: ranks hold other parameters beside a parallel model.
         ValueError: the embedding to which a head beside it is tied was replaced.
     """
+    arrive("full_state_dict")
     mesh, tied, full = state_of(model).mesh, tied_beside(model), {}
     if beside := parameters_beside(model):
         check_equal_beside(beside, mesh, "full_state_dict")

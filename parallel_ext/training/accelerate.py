@@ -19,6 +19,7 @@ from parallel_ext.checkpoint.save import save_checkpoint
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import complete_steps
 from parallel_ext.nn.temporarily import temporarily
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_in
 from parallel_ext.parallel.state import is_parallel, state_of
 
@@ -129,6 +130,7 @@ def save_state(
     parts = _Parts(self)
     if not parts.prepared:
         return plain(self, *args, **kwargs)
+    arrive("Accelerator.save_state")
     control = state_of(parts.prepared[0].model).mesh.control
 
     def leave_out(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
@@ -161,6 +163,7 @@ def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     if not parts.prepared:
         plain(self, *args, **kwargs)
         return
+    arrive("Accelerator.load_state")
     control = state_of(parts.prepared[0].model).mesh.control
     loaded: list[int] = []
 

@@ -8,6 +8,7 @@ from types import FrameType
 
 from torch import nn
 
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import state_of
 
 # Plain flags: an Event takes a lock to be set, and a second signal comes while the first has it.
@@ -64,6 +65,7 @@ def stop_requested(model: nn.Module) -> bool:
     """
     if not _listening:
         _listen()
+    arrive("stop_requested")
     mesh = state_of(model).mesh
     return b"1" in mesh.control.all_gather_bytes(b"1" if _requested else b"0", "stop_requested")
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.nn.routing_counter import RoutingCounter
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.slices import from_each_rank
 
@@ -59,6 +60,7 @@ class RoutingMetrics:
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
         self._state = state_of(model)
         mesh = self._state.mesh
+        arrive("RoutingMetrics")
         mesh.control.barrier("RoutingMetrics")
 
         def prepare() -> TextIO | None:
@@ -121,6 +123,7 @@ class RoutingMetrics:
             OSError: rank 0 cannot write the line; on every rank.
             CollectiveTimeout, DisagreementError: not all ranks called it with this number.
         """
+        arrive("RoutingMetrics.step")
         op_name, mesh = f"RoutingMetrics.step({step})", self._state.mesh
         mesh.control.barrier(op_name)
         return mesh.control.run_on_all(op_name, lambda: self._report(step, op_name))

@@ -28,6 +28,7 @@ from launch import finished, run_forked
 from ranks import Raised, pool
 from reference import Tiny
 from reference_images import tiny_model
+from reference_mixtral import TinyMixtral
 from torch.utils.data import DataLoader, DistributedSampler
 from versions import needs_trainer
 
@@ -950,6 +951,54 @@ def _saved_before_metrics(directory: str) -> list[int]:
 def test_a_save_is_joined_where_others_gather_metrics(directory: str) -> None:
     assert pool(2).run(_saved_before_metrics, directory) == [[0], [0]]
     assert (Path(directory) / "saved" / "config.json").exists()
+
+
+def _saved_at_each_place(directory: str) -> None:
+    """Rank 0 saves before each call that all ranks make."""
+    ids, config = torch.arange(12).view(2, 6), {"r": 2, "target_modules": ["q_proj"]}
+    with _patched(2), processes():
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(model, optimizer)
+        with px.RoutingMetrics(model) as metrics:
+            model.train()(input_ids=ids, labels=ids).loss.backward()
+            root, states = f"{directory}/root", f"{directory}/states"
+            for number, call in enumerate(
+                (
+                    lambda: metrics.step(0),
+                    lambda: px.stop_requested(model),
+                    lambda: px.full_state_dict(model),
+                    lambda: accelerator.get_state_dict(model),
+                    lambda: px.save_checkpoint(root, 1, model, asynchronous=True),
+                    lambda: px.wait_for_checkpoint(model),
+                    lambda: px.load_checkpoint(root, model),
+                    lambda: accelerator.save_state(states),
+                    lambda: accelerator.load_state(states),
+                )
+            ):
+                if dist.get_rank() == 0:
+                    model.save_pretrained(f"{directory}/{number}")
+                call()
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+        adapted.save_pretrained(f"{directory}/adapter")
+        for name, call in {
+            "loads": lambda: adapted.load_adapter(f"{directory}/adapter", "second"),
+            "merges": adapted.merge_adapter,
+            "ends": adapted.merge_and_unload,
+        }.items():
+            if dist.get_rank() == 0:
+                adapted.save_pretrained(f"{directory}/{name}")
+            call()
+
+
+def test_a_save_is_joined_at_each_place_of_all_ranks(tmp_path: Path) -> None:
+    tiny = TinyMixtral(num_experts=4, layers=1, dtype=torch.float32)
+    tiny.model().save_pretrained(tmp_path)
+    pool(2).run(_saved_at_each_place, str(tmp_path), timeout_s=100.0)
+    assert all((tmp_path / str(number) / "config.json").exists() for number in range(9))
+    for name in ("loads", "merges", "ends"):
+        assert (tmp_path / name / "adapter_config.json").exists()
 
 
 def _saves_a_copy(directory: str) -> None:
