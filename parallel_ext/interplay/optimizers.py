@@ -55,7 +55,7 @@ _ANY = _Known(
 )
 _STEPS = 20  # of an optimizer that is tried
 _verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
-_with_gradients: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
 
 
 def refuse_without_gradients(
@@ -163,23 +163,42 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the first gradients of parameters beside a parallel model are equal on ranks."""
-    seen = _with_gradients.setdefault(optimizer, set())
+    """Raise unless the first gradients of parameters beside a parallel model are equal on ranks.
+
+    As long as some of these parameters have had none, all ranks compare which have one: whether
+    they do is decided by the parameters alone, which are equal on all ranks.
+    """
+    compared = _compared.setdefault(optimizer, set())
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    new = [p for p in parameters if p.grad is not None and id(p) not in seen]
-    if not new or is_called_by_this_package():
+    others = [p for p in parameters if p.requires_grad and id(p) not in compared]
+    if not others or is_called_by_this_package() or not parallel_models():
         return
-    seen.update(map(id, new))
     owners = owners_in(optimizer)
-    gradients = [p.grad for p in new if id(p) not in owners]
-    models = [owned.model for owned in owners.values()] or _models_beside(new)
-    if not models or not gradients:
+    compared.update(owners)
+    beside = [p for p in others if id(p) not in owners]
+    models = [owned.model for owned in owners.values()] or _models_beside(beside)
+    if not models:
+        compared.update(map(id, beside))
+    if not models or not beside:
         return
-    norm = torch.nn.utils.get_total_norm(map(_whole, gradients))
+    new = {number: p for number, p in enumerate(beside, 1) if p.grad is not None}
+    shapes = [f"number {number}, of shape {tuple(p.shape)}" for number, p in new.items()]
+    what = "which parameters beside the parallel model have a gradient"
+    _require_equal(models[0], optimizer, what, ", ".join(shapes) or "none")
+    if new:
+        norm = torch.nn.utils.get_total_norm([_whole(p.grad) for p in new.values()]).item()
+        what = "the norm of the gradients of parameters beside the parallel model"
+        _require_equal(models[0], optimizer, what, norm)
+        compared.update(map(id, new.values()))
+
+
+def _require_equal(
+    model: nn.Module, optimizer: torch.optim.Optimizer, what: str, value: str | float
+) -> None:
     require_equal(
-        state_of(models[0]).mesh.control,
+        state_of(model).mesh.control,
         f"{type(optimizer).__name__}.step",
-        {"the norm of the gradients of parameters beside the parallel model": norm.item()},
+        {what: value},
         advice="give px.data_parallel the module that holds the model and them, which averages "
         "them, or average them yourself; tp ranks need the same inputs and random states",
     )

@@ -204,6 +204,32 @@ def _stepped_alone(mesh: px.Mesh, averages: bool) -> str:
     return refusal(torch.optim.SGD(holder["system"].head.parameters()).step)
 
 
+def _with_a_head_on_one_rank(mesh: px.Mesh, averages: bool) -> str:
+    """What the optimizer says of a head that rank 0 alone uses."""
+    ours = scores()
+    px.parallelize(ours.inner, mesh)
+    px.data_parallel(ours if averages else ours.inner, mesh)
+    ids = torch.full((1, 3), 5 + mesh.rank)
+    loss = ours.inner(input_ids=ids).last_hidden_state.sum()
+    if mesh.rank == 0:
+        loss = loss + ours.head(torch.ones(WIDTH).double()).sum()
+    loss.backward()
+    return refusal(torch.optim.SGD(ours.parameters(), lr=0.1).step)
+
+
+def _heads_on_one_rank() -> list[str]:
+    mesh = Layout(2, 1, 1).mesh()
+    return [_with_a_head_on_one_rank(mesh, averages) for averages in (False, True)]
+
+
+def test_a_gradient_that_only_one_rank_has_raises_on_all() -> None:
+    for alone, averaged in pool(2).run(_heads_on_one_rank, timeout_s=60.0):
+        assert "which parameters beside the parallel model have a gradient must be" in alone
+        assert "is number 1, of shape (3, " in alone
+        assert "on rank 0 and none on rank 1; give px.data_parallel the module" in alone
+        assert averaged == "nothing was raised"
+
+
 def _later_gradients() -> list[str]:
     mesh = Layout(2, 1, 1).mesh()
     later = [_first_used_later(mesh), _later(mesh, again=False), _stepped_alone(mesh, False)]
