@@ -144,24 +144,35 @@ def save_state(
         return location
 
     location = control.run_on_all("Accelerator.save_state", others, patient=True)
+
+    def last_step() -> int:
+        return max(complete_steps(root), default=-1) if control.rank == 0 else -1
+
     for root, prepared in parts.roots(location):
-        last = control.all_gather_object(max(complete_steps(root), default=-1))[0]
-        step = max(self.save_iteration, last + 1)
+        last = control.run_on_all("Accelerator.save_state", last_step)
+        step = max(self.save_iteration, control.all_gather_object(last)[0] + 1)
         save_checkpoint(root, step, *prepared, {_STEP: self.step}, keep_last=1)
     return location
 
 
-def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> None:
+def load_state(
+    plain: Callable[..., Any],
+    self: Accelerator,
+    input_dir: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Extend ``Accelerator.load_state`` to read parallel models by ``px.load_checkpoint``.
 
     The layout may be another than when it was saved. Every rank calls it.
 
     Raises:
+        ValueError: a rank does not see the directory; on all ranks.
         CheckpointError: as ``px.load_checkpoint``; on all ranks.
     """
     parts = _Parts(self)
     if not parts.prepared:
-        plain(self, *args, **kwargs)
+        plain(self, input_dir, *args, **kwargs)
         return
     arrive("Accelerator.load_state")
     control = state_of(parts.prepared[0].model).mesh.control
@@ -173,6 +184,23 @@ def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
             resumed = load_checkpoint(root, *prepared)
             loaded.append((resumed.data_state or {}).get(_STEP, self.step))
 
+    # Where a rank raises before it is in `load`, the others would wait for it there.
+    control.run_on_all("Accelerator.load_state", lambda: _check_folder(self, input_dir))
     with self.register_load_state_pre_hook(load), parts.left_out():
-        control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
+        control.run_on_all(
+            "Accelerator.load_state", lambda: plain(self, input_dir, *args, **kwargs)
+        )
     self.step = loaded[0]
+
+
+def _check_folder(accelerator: Accelerator, input_dir: str | None) -> None:
+    """Raise a ValueError unless there is what accelerate is to load from, as it would."""
+    if input_dir is not None:
+        folder, is_there = input_dir, os.path.isdir(os.path.expanduser(input_dir))
+    elif accelerator.project_configuration.automatic_checkpoint_naming:
+        folder = os.path.join(accelerator.project_dir, "checkpoints")
+        is_there = os.path.isdir(folder) and bool(os.listdir(folder))
+    else:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    if not is_there:
+        raise ValueError(f"Tried to find {folder} but folder does not exist")

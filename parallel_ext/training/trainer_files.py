@@ -115,6 +115,8 @@ class TrainerFiles:
         """Return the newest checkpoint that was not interrupted, as rank 0 sees it."""
 
         def find() -> str | None:
+            if self._mesh.rank != 0:
+                return None
             folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             matches = {p: re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", p.name) for p in folders}
             numbers = {path: int(match[1]) for path, match in matches.items() if match}

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from interplay_accelerate import processes
@@ -212,3 +213,31 @@ def test_a_step_on_repeated_rows_is_warned_of(tmp_path: Path) -> None:
         assert second == []
         assert len(first) == expected
         assert all("has 3 rows for dp=2 ranks" in text for text in first)
+
+
+def _unread(folder: Path, rank: int) -> None:
+    """Save where one rank cannot read a directory."""
+    steps = mock.patch("parallel_ext.training.accelerate.complete_steps")
+    with processes(), steps as complete_steps:
+        job = Job(Layout(tp=2), folder)
+        complete_steps.side_effect = OSError("unread") if dist.get_rank() == rank else [{}]
+        job.accelerator.save_state()
+
+
+def test_only_rank_0_looks_which_steps_there_are(tmp_path: Path) -> None:
+    pool(2).run(_unread, tmp_path / "read", 1)
+    pool(2).assert_raises(_unread, tmp_path, 0, error="OSError", words="unread", timeout_s=50.0)
+
+
+def _loaded_from(folder: Path, *names: str | None) -> None:
+    with processes():
+        job = Job(Layout(tp=2), folder)
+        name = names[dist.get_rank()]
+        job.accelerator.load_state(name and folder / name)
+
+
+def test_a_rank_that_does_not_see_the_directory_raises_on_all(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    words = {"words": "but folder does not exist", "timeout_s": 50.0, "error": "ValueError"}
+    pool(2).assert_raises(_loaded_from, tmp_path, "there", "elsewhere", **words)
+    pool(2).assert_raises(_loaded_from, tmp_path, None, None, **words)

@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -417,6 +417,20 @@ def test_a_job_that_is_killed_while_it_replaces_a_step_resumes_from_the_one_befo
     assert pool(2).run(_killed_while_it_makes_room, JOBS["tp 2"], tmp_path) == ["checkpoint-2"] * 2
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+def _last_where_a_rank_reads_nothing(job: Job, folder: Path) -> str:
+    with world():
+        trainer, _ = made(job, folder)
+        trainer.train()
+        patched = "parallel_ext.training.trainer_files._is_complete"
+        with mock.patch(patched, side_effect=ValueError) if dist.get_rank() else nullcontext():
+            return Path(trainer._last_checkpoint()).name
+
+
+def test_only_rank_0_looks_for_the_last_checkpoint(tmp_path: Path) -> None:
+    job = JOBS["tp 2"]
+    assert pool(2).run(_last_where_a_rank_reads_nothing, job, tmp_path) == ["checkpoint-3"] * 2
 
 
 def _predicted(job: Job, folder: Path) -> Any:
