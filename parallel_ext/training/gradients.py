@@ -18,7 +18,13 @@ from parallel_ext.sharding._torch_private import foreach_norm, multiply_all
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
-from parallel_ext.sharding.slices import from_each_rank, gather_rows, local_part, take_block
+from parallel_ext.sharding.slices import (
+    from_each_rank,
+    gather_rows,
+    local_part,
+    shard_views,
+    take_block,
+)
 
 LaidOut = tuple[torch.Tensor, TensorLayout]
 """What this rank holds of a parameter or its gradient, and where the full tensor lies."""
@@ -155,8 +161,8 @@ def total_norm(
         if in_blocks and not infinite:  # the largest number is the same in any order
             powers.append(_sum_of_squares(held, mesh, norm_type, op_name))
             continue
-        own = [t for t, layout in held if t.numel() > 0 and layout.primary_boxes(mesh.rank)]
-        power = of_all(own, mesh.device)
+        own = chain.from_iterable(_primary_parts(t, layout, mesh.rank) for t, layout in held)
+        power = of_all([part for part in own if part.numel() > 0], mesh.device)
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
             power = joined(from_each_rank(power, group))
         powers.append(power)
@@ -170,6 +176,14 @@ def total_norm(
             "error_if_nonfinite=False to scale by it all the same"
         )
     return norm
+
+
+def _primary_parts(shard: torch.Tensor, layout: TensorLayout, rank: int) -> list[torch.Tensor]:
+    """Return what of a shard this rank counts: the boxes that no lower rank holds."""
+    primary = layout.primary_boxes(rank)
+    if not primary or len(primary) == len(layout.boxes(rank)):
+        return [shard] if primary else []
+    return [view for box, view in shard_views(shard, layout, rank) if box in primary]
 
 
 def _sum_of_squares(

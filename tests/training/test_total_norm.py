@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel_ext as px
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import take
 from parallel_ext.training.gradients import total_norm
 
 
@@ -28,6 +30,21 @@ def _norm(differing: int | None, norm_type: float) -> float:
 @pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
 def test_equal_gradients_count_once(norm_type: float, expected: float) -> None:
     assert pool(4).run(_norm, None, norm_type) == [expected] * 4
+
+
+def _norm_of_boxes(norm_type: float) -> float:
+    """The norm of [0, 6) of which both ranks hold [4, 6), and each another box besides."""
+    mesh = px.init_mesh(tp=2)
+    held = tuple((((2 * rank, 2 * rank + 2),), ((4, 6),)) for rank in (0, 1))
+    layout = TensorLayout("weight", (6,), 0, held)
+    shard = take(torch.arange(6.0), layout, mesh.rank)
+    return total_norm({mesh: [(shard, layout)]}, [], norm_type, False, "f").item()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_of_a_shard_only_the_boxes_count_that_no_lower_rank_holds(norm_type: float) -> None:
+    expected = torch.linalg.vector_norm(torch.arange(6.0), norm_type).item()
+    assert pool(2).run(_norm_of_boxes, norm_type) == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
