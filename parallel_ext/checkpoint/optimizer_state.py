@@ -29,7 +29,7 @@ from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.io.schema import to_json
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
-from parallel_ext.sharding.optimizer_layouts import is_reduced, layout_of_state
+from parallel_ext.sharding.optimizer_layouts import is_reduced, knows_whole, layout_of_state
 from parallel_ext.sharding.reshard import part_value
 from parallel_ext.sharding.slices import local_part
 
@@ -185,14 +185,14 @@ def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) 
         return whole
     if len(whole.shape) < 2:  # which has none, as ``check_state`` says
         raise CheckpointError(f"{whole.name} of shape {whole.shape} has no state {key!r}")
-    if not (whole.is_replicated or getattr(optimizer, "of_whole_tensors", False)):
+    if not knows_whole(optimizer, whole):
         raise CheckpointError(
             f"{type(optimizer).__name__}: the state {key!r} of {whole.name}, of which rank 0 holds "
             f"{whole.describe(0)}, is torch's: the mean over rows or columns of a shard is no part "
             "of a state of the whole parameter, so it cannot be saved or loaded (and training is "
             "not that of one process); use px.Adafactor"
         )
-    return layout_of_state(key, whole)
+    return layout_of_state(optimizer, key, whole)
 
 
 def _value(

@@ -301,11 +301,6 @@ def _sharded(
                 yield number, owned
 
 
-def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -> TensorLayout:
-    """Return the layout of an optimizer's state for a parameter whose layout is ``place``."""
-    return layout_of_state(key, place) if getattr(optimizer, "of_whole_tensors", False) else place
-
-
 def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer) -> dict[str, Any]:
     """Extend ``Optimizer.state_dict`` so that shards know their place; it adds a marker of them."""
     result, owners, rank = plain(self), owners_in(self), world()[0]
@@ -314,7 +309,7 @@ def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer
     state = dict(result["state"])
     for number, owned in _sharded(self, owners, result):
         state[number] = {
-            key: _placed(value, _place_of(self, key, owned.layout), rank)
+            key: _placed(value, layout_of_state(self, key, owned.layout), rank)
             for key, value in state[number].items()
         }
     model = next(iter(owners.values())).model
@@ -373,7 +368,7 @@ def _local(
     """Return this rank's part of a value in an optimizer's state, or raise for another rank's."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or hasattr(value, "device_mesh"):
         return value
-    place, rank = _place_of(optimizer, key, owned.layout), world()[0]
+    place, rank = layout_of_state(optimizer, key, owned.layout), world()[0]
     if isinstance(value, LocalShard):
         fits = (value.place, value.rank) == (place, rank)
         local = value.plain()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from parallel_ext.sharding.layout import Box, TensorLayout
 
 ROWS, COLUMNS = -2, -1
@@ -17,16 +19,30 @@ def is_reduced(key: str) -> bool:
     return key in _REDUCED
 
 
-def layout_of_state(key: str, parameter: TensorLayout) -> TensorLayout:
-    """Return where a state of a parameter lies, by its name in the optimizer.
+def layout_of_state(
+    optimizer: torch.optim.Optimizer, key: str, parameter: TensorLayout
+) -> TensorLayout:
+    """Return where an optimizer's state of a parameter lies: as that, or as its rows or columns.
+
+    The latter of an Adafactor that knows the whole parameter, as torch's does where every rank
+    holds all of it.
 
     Example:
-        >>> layout_of_state("row_var", TensorLayout("weight", (5, 4))).shape
+        >>> optimizer = torch.optim.Adafactor([torch.ones(5, 4, requires_grad=True)])
+        >>> layout_of_state(optimizer, "row_var", TensorLayout("weight", (5, 4))).shape
         (5, 1)
-        >>> layout_of_state("exp_avg", TensorLayout("weight", (5, 4))).shape
+        >>> layout_of_state(optimizer, "variance", TensorLayout("weight", (5, 4))).shape
         (5, 4)
     """
-    return reduced(parameter, _REDUCED[key]) if is_reduced(key) else parameter
+    of_parts = isinstance(optimizer, torch.optim.Adafactor) and is_reduced(key)
+    if not of_parts or len(parameter.shape) < 2 or not knows_whole(optimizer, parameter):
+        return parameter
+    return reduced(parameter, _REDUCED[key])
+
+
+def knows_whole(optimizer: torch.optim.Optimizer, parameter: TensorLayout) -> bool:
+    """Return whether an optimizer's means are those of the whole parameter on every rank."""
+    return parameter.is_replicated or getattr(optimizer, "of_whole_tensors", False)
 
 
 def is_sharded_along(layout: TensorLayout, dim: int) -> bool:
