@@ -393,7 +393,8 @@ def reduce(
     """Extend ``Accelerator.reduce`` to add up what each dp rank has, once."""
     arrive("accelerator.reduce")
     mesh = _served(self)
-    sums = reduction not in ("mean", "max") and tensor is not self.flag_tensor  # of any rank
+    of_dp = reduction not in ("mean", "max")  # which tp ranks do not change
+    sums = of_dp and tensor is not self.flag_tensor  # by which any rank, also of tp, stops all
     if mesh is not None and sums and mesh.tp_rank != 0:
         tensor = recursively_apply(torch.zeros_like, tensor)
     return plain(self, tensor, reduction, scale)

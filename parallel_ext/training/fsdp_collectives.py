@@ -31,12 +31,12 @@ def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> dict[str
         if isinstance(module, FSDPModule):
             of_experts = isinstance(module, ExpertParallelExperts)
             group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
-            gather = Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
-            gather.count(runs, f"gathers of the weights of {name}")
+            gathers = runs, f"gathers of the weights of {name}"
+            gather = Collective(dist.all_gather_into_tensor, "all_gather", mesh, group, *gathers)
             module.set_custom_all_gather(gather)
             if sums is None:
-                reduce = Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
-                reduce.count(runs, f"{SUMS} {name}")
+                kind, counted = "reduce_scatter", (runs, f"{SUMS} {name}")
+                reduce = Collective(dist.reduce_scatter_tensor, kind, mesh, group, *counted)
             else:
                 module.set_gradient_divide_factor(1.0)
                 reduce = (
@@ -72,24 +72,31 @@ class Collective(_Allocation):
     """A collective as FSDP calls it, whose error names the ranks that are missing.
 
     Profilers see it like those of the ops.
+
+    Args:
+        runs: where it counts under ``name`` how often it runs, if anywhere.
     """
 
     def __init__(
-        self, plain: Callable[..., dist.Work | None], kind: str, mesh: Mesh, group: Group
+        self,
+        plain: Callable[..., dist.Work | None],
+        kind: str,
+        mesh: Mesh,
+        group: Group,
+        runs: dict[str, int] | None = None,
+        name: str = "",
     ) -> None:
         self._plain, self._kind, self._mesh, self._group = plain, kind, mesh, group
-        self._runs, self._name = {"": 0}, ""
-
-    def count(self, runs: dict[str, int], name: str) -> None:
-        """Count under ``name`` in ``runs`` how often it runs."""
         self._runs, self._name = runs, name
-        runs[name] = 0
+        if runs is not None:
+            runs[name] = 0
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
         group = self._group
-        self._runs[self._name] += 1
+        if self._runs is not None:
+            self._runs[self._name] += 1
         with _C.ExchangeRange(self._kind, input_tensor.nbytes, group.size, group.name):
             return self._mesh.control.run_collective(
                 group,
