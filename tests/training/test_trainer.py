@@ -531,8 +531,8 @@ def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_
     pool(2).assert_raises(_made, job, tmp_path, words=words)
 
 
-class WithoutLabels(px.Trainer):
-    """A trainer whose rows have no labels of their own."""
+class LabelsItself:
+    """Gives rows their labels once those of a step would have been counted."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labelled = {**inputs, "labels": inputs["input_ids"]}
@@ -541,6 +541,26 @@ class WithoutLabels(px.Trainer):
     def get_batch_samples(self, batches: Any, *args: Any, **kwargs: Any) -> Any:
         unlabelled = ({"input_ids": each["input_ids"]} for each in batches)
         return super().get_batch_samples(unlabelled, *args, **kwargs)
+
+
+class WithoutLabels(LabelsItself, px.Trainer):
+    """A trainer whose rows have no labels of their own."""
+
+
+def _labelled_late(job: Job, folder: Path) -> list[float]:
+    with world():
+        base = transformers.Trainer if job.layout is None else px.Trainer
+        trainer, logs = made(job, folder, cls=type("Late", (LabelsItself, base), {}))
+        trainer.train()
+        trained = [entry for entry in logs.entries if "grad_norm" in entry]
+        return [entry[key] for entry in trained for key in ("loss", "grad_norm")]
+
+
+def test_batches_whose_labels_nobody_counted_are_accumulated_as_means(tmp_path: Path) -> None:
+    job = JOBS["dp 2, label smoothing"]
+    (theirs,) = pool(1).run(_labelled_late, job.plain, tmp_path / "plain")
+    for ours in pool(2).run(_labelled_late, job, tmp_path / "ours"):
+        assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_rows_without_labels_that_would_count_twice_are_refused(tmp_path: Path) -> None:
