@@ -19,6 +19,9 @@ from torch import nn
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.io import disk
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
+from parallel_ext.io.replace_files import replaced_files
 from parallel_ext.io.rewrite import copy_tensors
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.same_directory import check_same_directory
@@ -54,6 +57,7 @@ def check_adapters(model: nn.Module, state: ParallelState, op_name: str) -> None
 
 
 _PICKLE = "adapter_model.bin"
+_CARD = "README.md"
 
 
 def saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
@@ -165,13 +169,17 @@ def _save(
     def write() -> None:
         if mesh.rank != 0:
             return
-        plain(self, save_directory, **{**options, "state_dict": full})
-        if options.get("safe_serialization", True):
-            for adapter in adapters:
-                folder = Path(save_directory, "" if adapter == "default" else adapter)
-                _keep_hashes(folder / ADAPTER_NAME)
+        with replaced_files(save_directory, last=ADAPTER_CONFIG_NAME) as temporary:
+            card = Path(save_directory, _CARD)
+            if card.exists():  # PEFT adds to what it says
+                disk.write_file(temporary / _CARD, card.read_bytes())
+            plain(self, os.fspath(temporary), **{**options, "state_dict": full})
+            if options.get("safe_serialization", True):
+                for adapter in adapters:
+                    folder = temporary / ("" if adapter == "default" else adapter)
+                    _keep_hashes(folder / ADAPTER_NAME)
 
-    mesh.control.run_on_all(op_name, write)
+    mesh.control.run_on_all(op_name, write, patient=True)
 
 
 def _keep_hashes(path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -58,6 +62,88 @@ def test_options_of_a_save_may_be_given_by_position(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "second" / FILE)
     assert tensors["base_model.model.model.embed_tokens.weight"].shape[0] == TINY.vocab_size
     assert {each.shape[0] for name, each in tensors.items() if "lora_A" in name} == {2}
+
+
+def _two_adapters(timeout: float = 60.0) -> Any:
+    mesh = px.init_mesh(tp=2, timeout=timeout)
+    model = peft.get_peft_model(parallel(TINY.model(), mesh), config())
+    model.add_adapter("second", config(r=2))
+    return model
+
+
+def _save_over(directory: Path, fails_at: str) -> tuple[dict[Path, bytes], dict[Path, bytes]]:
+    """What a directory holds before and after a save over it, of which a file fills the disk."""
+    model = _two_adapters()
+    model.save_pretrained(directory)
+    before = _contents(directory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for each in model.peft_config.values():
+        each.lora_alpha = 9
+    save_file = peft.peft_model.safe_save_file
+
+    def full(tensors: dict[str, torch.Tensor], path: str, **options: Any) -> None:
+        save_file(tensors, path, **options)
+        if ("second" in path) == (fails_at == "second"):
+            os.truncate(path, 100)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        mock.patch.object(peft.peft_model, "safe_save_file", full),
+        pytest.raises(OSError, match="No space"),
+    ):
+        model.save_pretrained(directory)
+    return before, _contents(directory)
+
+
+def _contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("fails_at", ["default", "second"])
+def test_a_save_that_fails_leaves_the_adapters_before_it(tmp_path: Path, fails_at: str) -> None:
+    (before, after), _ = pool(2).run(_save_over, tmp_path, fails_at)
+    assert before == after
+    assert {str(path.relative_to(tmp_path)) for path in before} == {
+        *("README.md", FILE, "adapter_config.json"),
+        *(f"second/{name}" for name in (FILE, "adapter_config.json")),
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("README.md", FILE, "adapter_config.json", "second"),
+    }
+
+
+def _save_on_a_card(directory: Path) -> None:
+    model = _two_adapters()
+    model.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def test_what_a_model_card_says_stays(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nTrained with care.\n")
+    pool(2).run(_save_on_a_card, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "license: mit" in card
+    assert "library_name: peft" in card
+    assert card.count("Trained with care.") == 1
+
+
+def _save_slowly(directory: Path) -> None:
+    model = _two_adapters(timeout=1.0)
+    save_file = peft.peft_model.safe_save_file
+
+    def slowly(*args: Any, **options: Any) -> None:
+        time.sleep(2.0)
+        save_file(*args, **options)
+
+    with mock.patch.object(peft.peft_model, "safe_save_file", slowly):
+        model.save_pretrained(directory)
+
+
+def test_the_ranks_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    pool(2).run(_save_slowly, tmp_path)
+    assert (tmp_path / "second" / FILE).exists()
 
 
 def test_a_configuration_of_another_kind_is_refused(tmp_path: Path) -> None:
