@@ -151,6 +151,6 @@ class Publication:
         """Link the files that do not belong to a saved model into the temporary directory."""
         for path in self.target.iterdir():
             is_directory = path.is_dir() and not path.is_symlink()
-            if is_directory or of_a_save(path.name):
-                continue
-            disk.link(path, self.temporary / path.name)
+            new = self.temporary / path.name
+            if not (is_directory or of_a_save(path.name) or os.path.lexists(new)):
+                disk.link(path, new)

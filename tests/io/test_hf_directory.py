@@ -306,6 +306,16 @@ def _no_exchange(one: Path, other: Path) -> None:
     raise OSError(errno.EINVAL, "Invalid argument")
 
 
+def test_a_file_that_is_written_again_is_the_new_one(tmp_path: Path) -> None:
+    """Such as the code of a model, which is no file of every save."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "modeling.py").write_text("old")
+    (tmp_path / "out" / "notes").write_text("kept")
+    with Publication(tmp_path / "out") as temporary:
+        (temporary / "modeling.py").write_text("new")
+    assert _files(tmp_path) == {"out/modeling.py": b"new", "out/notes": b"kept"}
+
+
 @pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_last_rename_that_does_not_come_puts_the_previous_directory_back(
