@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallel_ext.io.publish import Publication
 from parallel_ext.parallel.beside import parallel_parts, parameters_beside
 from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
@@ -31,9 +33,10 @@ def save_pretrained(
     """Extend ``PreTrainedModel.save_pretrained``: all ranks call it, and rank 0 writes all of it.
 
     Rank 0 needs memory for the full tensors of the parallel models in it. Their own method is
-    another one.
+    another one. The previous directory stays whole until the new one is.
 
     Raises:
+        CheckpointError: the directory cannot be replaced.
         ValueError: ``state_dict`` is what one rank holds.
     """
     if holds_shards(state_dict):
@@ -51,7 +54,10 @@ def save_pretrained(
 
         def write() -> None:
             if mesh.rank == 0:
-                plain(self, save_directory, True, full, *args, **options)
+                # By whose last part it else names what it is told to send to the hub.
+                named = {"repo_id": Path(os.path.abspath(save_directory)).name, **options}
+                with Publication(save_directory) as temporary:
+                    plain(self, temporary, True, full, *args, **named)
 
         mesh.control.run_on_all(f"{type(self).__name__}.save_pretrained", write, patient=True)
 

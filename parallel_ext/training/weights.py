@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import nn
 
+from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
+from parallel_ext.io.replace_files import replaced_files
 from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.state import state_of
 
@@ -27,9 +28,9 @@ def write_weights(model: nn.Module, directory: str | os.PathLike[str], **options
 
     def write() -> None:
         if mesh.rank == 0:
-            Path(directory).mkdir(parents=True, exist_ok=True)
             first = {id(tensor): name for name, tensor in reversed(full.items())}  # of tied ones
             kept = {name: full[name].contiguous() for name in first.values()}
-            save_file(kept, Path(directory, "model.safetensors"), metadata={"format": "pt"})
+            with replaced_files(directory) as temporary:
+                save_file(kept, temporary / SINGLE_FILE_NAME, metadata={"format": "pt"})
 
     mesh.control.run_on_all("saving the weights", write, patient=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from versions import needs_trainer
 
 import parallel_ext as px
 from parallel_ext.parallel import adopting
+from parallel_ext.training import weights
 
 CAUSAL = "head of a causal model"
 
@@ -100,6 +103,39 @@ def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, 
     if how == "accelerate":
         saved = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "plain"))
         torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-5)
+
+
+def _fill_the_disk(*args: Any, **options: Any) -> None:
+    path = next(Path(each) for each in args if not isinstance(each, dict))
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _save_twice(directory: str, saved_by: str) -> None:
+    """A save, and another one over it, whose disk is full."""
+    with _patched(2):
+        if saved_by == "accelerate":
+            model = Scores(directory)
+            save = functools.partial(accelerate.Accelerator(cpu=True).save_model, model)
+            writer = (weights, "save_file")
+        else:
+            model = transformers.LlamaForQuestionAnswering.from_pretrained(directory)
+            save, writer = model.save_pretrained, (transformers.modeling_utils, "safe_save_file")
+        torch.optim.SGD(model.parameters())  # from here on the module around the decoder is known
+        save(f"{directory}/out")
+        full = mock.patch.object(*writer, _fill_the_disk)
+        with full, pytest.raises((OSError, RuntimeError), match="No space"):
+            save(f"{directory}/out")
+
+
+@pytest.mark.parametrize("saved_by", ["accelerate", "transformers"])
+def test_a_save_that_fails_leaves_the_one_before_it(tmp_path: Path, saved_by: str) -> None:
+    Tiny().model().save_pretrained(tmp_path)
+    pool(2).run(_save_twice, str(tmp_path), saved_by)
+    assert load_file(tmp_path / "out" / "model.safetensors")
+    others = set() if saved_by == "accelerate" else {"config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors"} | others
+    assert not list(tmp_path.glob(".*"))
 
 
 def _looks(directory: str) -> int:
