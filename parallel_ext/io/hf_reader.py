@@ -40,13 +40,13 @@ class HFDirectory:
     """A saved model whose files have been opened and found consistent.
 
     Args:
-        path: a local directory with ``config.json`` and safetensors files. They stay open until
-            ``close()`` or the end of a ``with`` block, so that a save that replaces the directory
-            meanwhile is not mixed in.
+        path: a local directory with ``config.json`` and safetensors files. They can be read until
+            ``close()`` or the end of a ``with`` block. A save that replaces the directory meanwhile
+            is not mixed in: a read of a file that is another one now raises.
         open_file: opens a safetensors file of it by name; :class:`SafetensorsFile` when None.
 
     Attributes:
-        file_of: HuggingFace name -> the open file that holds the tensor.
+        file_of: HuggingFace name -> the file that holds the tensor.
         config: what ``config.json`` held when it was opened; nobody reads the file again.
         generation_config: the same of ``generation_config.json``; None if there is none.
         shapes: HuggingFace name -> shape of every tensor in the files.

@@ -73,11 +73,20 @@ class TensorEntry(NamedTuple):
     stop: int
 
 
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """Return what stays as it is while nobody writes a file; a new name or link changes its ctime.
+
+    A file that was deleted may leave its inode's number to the one that took its place.
+    """
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class SafetensorsFile:
-    """An open safetensors file whose header has been validated.
+    """A safetensors file whose header has been validated; opened again where it is read.
 
     Args:
-        path: of the file; it can be read until ``close()`` or the end of a ``with`` block.
+        path: of the file; it can be read until ``close()`` or the end of a ``with`` block, while it
+            stays as it is under this name.
         record: its size and hashes, which all that is read is then compared with.
 
     Attributes:
@@ -97,6 +106,7 @@ class SafetensorsFile:
         self._links = record is None
         self._file: FileIO | None = open_file(self.path, links=self._links)
         self._found = os.fstat(self._file.fileno())
+        self._closed = False
         self._record = record
         self.chunk_bytes = _CHUNK_BYTES if record is None else record.chunk_bytes
         self._rooms: list[memoryview] = []  # for bytes that nobody wants, one for each thread
@@ -122,7 +132,11 @@ class SafetensorsFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; nothing can be read afterwards."""
+        self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -251,17 +265,27 @@ class SafetensorsFile:
     def forget(self) -> None:
         """Free the memory and the descriptor that reading in order has kept."""
         self._rooms.clear()
-        self.close()
+        self._let_go()
 
     def _descriptor(self) -> int:
-        """Return the descriptor of the file, which is opened again if need be."""
+        """Return the descriptor of the file, which is opened again if need be.
+
+        Raises:
+            CheckpointError: it is not the file any more whose header was read, or was changed.
+            ValueError: ``close()`` was called.
+        """
         with self._opening:
+            if self._closed:
+                raise ValueError(f"{self.path}: read after it was closed")
             if self._file is None:
-                self._file = open_file(self.path, links=self._links)
-                if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
+                file = open_file(self.path, links=self._links)
+                if _identity(os.fstat(file.fileno())) != _identity(self._found):
+                    file.close()
                     raise CheckpointError(
-                        f"{self.path}: another file was put there while it was read"
+                        f"{self.path}: another file was put there while it was read, or it was "
+                        "changed"
                     )
+                self._file = file
             return self._file.fileno()
 
     def _read_plain(self, memory: memoryview, offset: int) -> None:

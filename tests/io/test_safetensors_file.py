@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
@@ -172,6 +173,7 @@ def test_a_file_cut_while_it_is_open_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file({"a": torch.randn(10, 4)}, path)
     with SafetensorsFile(path) as file:
+        file.read_rows("a", 0, 1)  # from here on it is open
         with open(path, "r+b") as other:
             other.truncate(path.stat().st_size - 10)
         with pytest.raises(CheckpointError, match="changed while being read"):
@@ -256,6 +258,43 @@ def test_another_file_in_the_place_of_one_that_was_closed_is_refused(tmp_path: P
         other.replace(path)
         with pytest.raises(CheckpointError, match="another file was put there while it was read"):
             file.read_box("a", ((0, 3),), torch.empty(3))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_is_another_now_is_refused_at_every_read(
+    tmp_path: Path, in_place: bool
+) -> None:
+    path = tmp_path / "a.safetensors"
+    _write(path, {"a": torch.zeros(8), "b": torch.ones(8)})
+    _write(tmp_path / "other", {"b": torch.ones(8), "a": torch.zeros(8)})
+    with SafetensorsFile(path) as file:
+        assert torch.equal(file.read("b"), torch.ones(8))
+        file.forget()
+        if in_place:
+            path.write_bytes((tmp_path / "other").read_bytes())
+        else:
+            (tmp_path / "other").replace(path)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="or it was changed"):
+                file.read("b")
+
+
+def test_a_file_with_another_link_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    _write(path, {"a": torch.ones(8)})
+    with SafetensorsFile(path) as file:
+        os.link(path, tmp_path / "linked")
+        path.chmod(0o600)
+        assert torch.equal(file.read("a"), torch.ones(8))
+
+
+def test_nothing_is_read_after_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    _write(path, {"a": torch.ones(8)})
+    with SafetensorsFile(path) as file:
+        file.read("a")
+    with pytest.raises(ValueError, match="read after it was closed"):
+        file.read("a")
 
 
 @pytest.mark.parametrize(
