@@ -87,8 +87,10 @@ class DcpDirectory:
         """Yield consecutive rows of a tensor, as many at a time as a saved piece of it has.
 
         Raises:
-            CheckpointError: a piece is missing, damaged, or not of the tensor.
+            CheckpointError: there is no such tensor, or a piece is missing, damaged, or not of it.
         """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: there is no tensor {name}")
         dtype, shape = self.tensors[name]
         if not shape:
             yield self._piece(name, self._chunks[name][0])
@@ -123,8 +125,9 @@ class DcpDirectory:
 
     def read(self, name: str) -> torch.Tensor:
         """Read a small tensor as a whole."""
+        rows = list(self.rows(name))
         dtype, shape = self.tensors[name]
-        return torch.cat([torch.empty((0, *shape[1:]), dtype=dtype), *self.rows(name)])
+        return torch.cat([torch.empty((0, *shape[1:]), dtype=dtype), *rows])
 
     def _piece(self, name: str, chunk: metadata.ChunkStorageMetadata) -> torch.Tensor:
         where = f"{self.path}: {name} at {tuple(chunk.offsets)}"

@@ -311,6 +311,17 @@ def test_a_dcp_that_was_changed_is_no_checkpoint_any_more(
     assert "the manifest in it is damaged, by the commit in it" in _refused(capsys, out, there, out)
 
 
+def test_a_tensor_that_a_dcp_lacks_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, out = tmp_path / "dcp", tmp_path / "out"
+    _json(capsys, saved / "checkpoints", there, "--to", "dcp")
+    content = pickle.loads((there / ".metadata").read_bytes())
+    del content.state_dict_metadata["model.model.norm.weight"]
+    (there / ".metadata").write_bytes(pickle.dumps(content))
+    assert "there is no tensor model.model.norm.weight" in _refused(capsys, out, there, out)
+
+
 def test_shards_of_ranks_in_a_dcp_become_a_model(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
