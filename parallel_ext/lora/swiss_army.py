@@ -33,6 +33,7 @@ from torch import Tensor
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.io.replace_files import replaced_files
 from parallel_ext.io.safetensors_writer import write_tensors
 from parallel_ext.lora.swiss_army_files import FACTOR, SavedRank, Source, read_ranks
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
@@ -164,9 +165,9 @@ def import_swiss_army_lora(
         rank_pattern={name: joined * r for name, joined in fused.items()},
         alpha_pattern={name: joined * lora_alpha for name, joined in fused.items()},
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / ADAPTER_NAME, _adapter(ranks, linears, adapted))
-    lora.save_pretrained(os.fspath(folder))
+    with replaced_files(folder, last=ADAPTER_NAME) as temporary:  # what an import finds there
+        write_tensors(temporary / ADAPTER_NAME, _adapter(ranks, linears, adapted))
+        lora.save_pretrained(os.fspath(temporary))
 
 
 # --- Checks ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -331,6 +332,25 @@ def test_adapters_only_leaves_the_rest_out(tmp_path: Path) -> None:
         assert (alone / file).read_bytes() == (expected / file).read_bytes()
     with pytest.raises(FileExistsError, match="is there already"):
         _imported(saved, alone, adapters_only=True)
+
+
+def test_an_import_that_fails_leaves_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_text("of others")
+    with monkeypatch.context() as patches:
+        patches.setattr(peft.LoraConfig, "save_pretrained", full)
+        with pytest.raises(OSError, match="No space"):
+            _imported(_factors(), out)
+    assert os.listdir(out) == ["model.safetensors"]
+    _imported(_factors(), out)
+    names = {"model.safetensors", "adapter_model.safetensors", "adapter_config.json"}
+    assert set(os.listdir(out)) == names
 
 
 def test_files_without_adapters_or_damaged_are_refused(tmp_path: Path) -> None:
