@@ -125,12 +125,15 @@ def _touched(path: Path) -> int:
 
 
 def _beat(file: FileIO, path: Path, finished: threading.Event) -> None:
+    """Touch the file until the save is over; an error may pass, so it goes on, with one warning."""
+    warned = False
     while not finished.wait(_BEAT_S):
         try:
             disk.touch(file)
         except OSError as error:
-            warn_user(f"{path} cannot be touched: {error}")
-            return
+            if not warned:
+                warn_user(f"{path} cannot be touched: {error}; another job may take the lock over")
+            warned = True
 
 
 def _release(file: FileIO, path: Path) -> None:

@@ -6,8 +6,10 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +131,24 @@ def test_a_holder_elsewhere_counts_as_long_as_it_touches_the_lock(
     with pytest.warns(UserWarning, match="the lock of 'process 7 on a-host"), one_writer(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_end_the_touching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched, calls = threading.Event(), []
+
+    def touch(file: FileIO) -> None:
+        calls.append(file)
+        if len(calls) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        touched.set()
+
+    monkeypatch.setattr(lock, "_BEAT_S", 0.01)
+    monkeypatch.setattr(lock.disk, "touch", touch)
+    with pytest.warns(UserWarning, match="cannot be touched") as warned, one_writer(tmp_path):
+        assert touched.wait(10)
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("known", [True, False])
