@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few, warn_user
 from parallel_ext.io import disk
 from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
 
@@ -73,6 +74,7 @@ class Publication:
         for path in self.target.iterdir() if self.target.exists() else ():
             if of_a_save(path.name) and path.is_dir():
                 raise CheckpointError(f"{path} is a directory, but must be a file of the model")
+        self._warn_of_leftovers()
         suffix = secrets.token_hex(4)
         self.temporary = self.target.with_name(f".{self.target.name}.tmp-{suffix}")
         self._old = self.target.with_name(f".{self.target.name}.old-{suffix}")
@@ -81,6 +83,19 @@ class Publication:
         if self.target.exists():
             disk.copy_mode(self.target, self.temporary)
         self._made = os.stat(self.temporary)
+
+    def _warn_of_leftovers(self) -> None:
+        """Warn of subdirectories of ``target`` that a save did not move, since it was killed."""
+        name, parent = re.escape(self.target.name), self.target.parent
+        for path in parent.iterdir() if parent.exists() else ():
+            if not re.fullmatch(rf"\.{name}\.(tmp|old)-[0-9a-f]{{8}}", path.name):
+                continue
+            with suppress(OSError):  # somebody else's, or gone
+                if folders := sorted(each.name for each in path.iterdir() if each.is_dir()):
+                    warn_user(
+                        f"{path} is left of a save that was killed, with subdirectories of "
+                        f"{self.target}: {first_few(folders)}; move them there"
+                    )
 
     def __enter__(self) -> Path:
         return self.temporary

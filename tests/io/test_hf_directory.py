@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from disk_faults import in_child
 from ranks import pool
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -362,6 +363,31 @@ def test_an_interrupt_behind_the_exchange_keeps_what_the_directory_holds(
     assert _files(tmp_path) == {"out/config.json": b"old"}
     assert (tmp_path / "out" / "runs").is_dir()
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["tmp", "old"])
+def test_subdirectories_that_a_killed_save_left_are_named(number: int, tmp_path: Path) -> None:
+    publication = _replaced(tmp_path)
+    original, calls = disk.rename, []
+
+    def killed(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) == number:
+            os._exit(7)
+        original(*paths)
+
+    def save() -> None:
+        with mock.patch.object(disk, "rename", killed):
+            publication.publish()
+
+    assert in_child(save) == 7
+    (left,) = tmp_path.glob(".out.*")
+    assert left.name.startswith(f".out.{'tmp' if number == 1 else 'old'}-")
+    assert os.listdir(tmp_path / "out") == ["config.json"]
+    with pytest.warns(UserWarning, match=f"{left}.* with subdirectories of {tmp_path}/out: runs;"):
+        Publication(tmp_path / "out").discard()
+    (left / "runs").rename(tmp_path / "out" / "runs")
+    Publication(tmp_path / "out").discard()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
