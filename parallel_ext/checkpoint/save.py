@@ -301,7 +301,7 @@ class _Save:
     """A save of which only the tensors are missing.
 
     Attributes:
-        keep: how many of them stay, and every which.
+        keep: ``keep_last`` and ``keep_every`` of :func:`save_checkpoint`.
         manifest: of the other files; None but on rank 0.
         progress: whether rank 0 shows a bar; None for one on a terminal.
     """

@@ -67,7 +67,7 @@ def _wait_for_all(store: LimitedStore, step: str, rank: int, hosts: Hosts, timeo
     world_size = len(hosts)
     if store.add(f"{step}/arrived", 1) == world_size:
         store.set(f"{step}/all_here", "1")
-    store.set(f"{step}/{rank}", "1")  # last: a rank that is lost before it is missed
+    store.set(f"{step}/{rank}", "1")  # last, so that a rank that dies before counts as absent
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
     began = looked = time.monotonic()
     # Polled, since a wait in the store would warn of each second that it lasts.
@@ -142,7 +142,8 @@ class MonitoredBarrier:
         if self._store.add(f"{marks}/arrived", 1) == self._size:
             self._forget(self._number - 2)
             self._end(marks, "all here")
-        self._store.set(f"{marks}/{self._rank}", op_name)  # last: who is lost before it is missed
+        # Last, so that a rank that dies before counts as absent.
+        self._store.set(f"{marks}/{self._rank}", op_name)
         missing = ""
         try:
             if meanwhile is not None:

@@ -93,7 +93,7 @@ def write_directory(
     them.
 
     Args:
-        directory: where to; rank 0's path counts, and must be the same place for all ranks.
+        directory: where to; the same absolute path on all ranks.
         layout: where its tensors live, and under which names files hold them; tied aliases are not
             written.
         config: written as ``config.json``, with the dtype and the class of ``model``.
@@ -104,6 +104,7 @@ def write_directory(
 
     Raises:
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        DisagreementError: the ranks named different directories, or would write different files.
         CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
             the previous directory stays whole.
     """

@@ -146,7 +146,7 @@ def read_shards(
         progress: whether rank 0 shows a bar of what it reads; None for one on a terminal.
 
     Raises:
-        CheckpointError: a tensor cannot be read, on that rank; a RuntimeError on the others.
+        CheckpointError: a rank cannot read a tensor; all ranks raise it.
         CollectiveTimeout: a rank was killed or stopped.
     """
     shards = {each.name: shard for each, shard in wanted}

@@ -142,7 +142,7 @@ class TensorStream:
     Args:
         values: this rank's shard of every tensor that is written, by its name in the files.
         chunk_bytes: of the chunks in which what is written is hashed, for ``records()``; None for
-            no hashes.
+            hashes of the tensors in the header of each file.
 
     Attributes:
         non_finite: how many values of each tensor that this rank wrote are NaN or infinite.
@@ -179,7 +179,7 @@ class TensorStream:
 
         Raises:
             CollectiveTimeout: a rank was killed or stopped.
-            CheckpointError, OSError: on the rank that failed; a RuntimeError on the others.
+            CheckpointError, OSError: a rank cannot write; all ranks raise the same class.
         """
         control = self._control
         try:
