@@ -12,14 +12,15 @@ from parallel_ext.checkpoint.manifest import (
     COMMIT_NAME,
     FILE_NAME,
     MANIFEST_NAME,
-    RNG_NAME,
     STATE_FOLDER,
     Manifest,
     commit_of,
+    holds_tensors,
+    is_beside_model,
 )
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.checkpoint.steps import name_of_step, publish_step
-from parallel_ext.checkpoint.to_dcp import FILES
+from parallel_ext.checkpoint.to_dcp import FILES, dcp_name, dcp_path
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import disk
 from parallel_ext.io.hashing import ChunkHasher
@@ -94,9 +95,9 @@ def _restore(
             offset += len(memory)
 
         write(memoryview(content))
-        if name.endswith(".safetensors") and name != RNG_NAME:
+        if holds_tensors(name):
             for tensor in _in_order(content, path):
-                for rows in saved.rows(_key_of(tensor, name)):
+                for rows in saved.rows(dcp_name(dcp_path(tensor, name))):
                     write(bytes_of(rows.contiguous()))
                     progress(rows.nbytes)
         disk.sync(file)
@@ -112,13 +113,6 @@ def _in_order(header: bytes, path: Path) -> list[str]:
     described = parse_json(header[LENGTH_BYTES:], path)
     described.pop(METADATA, None)
     return sorted(described, key=lambda name: described[name]["data_offsets"])
-
-
-def _key_of(tensor: str, file: str) -> str:
-    if file.startswith(STATE_FOLDER):
-        key, _, parameter = tensor.partition("/")
-        return f"optimizer.state.{parameter}.{key}"
-    return f"model.{tensor}"
 
 
 def model_of_dcp(
@@ -199,7 +193,5 @@ def _json_of_checkpoint(saved: DcpDirectory) -> dict[str, bytes]:
     return {
         name: _content(saved, name)
         for name in names
-        if name.endswith(".json")
-        and not name.startswith(STATE_FOLDER)
-        and FILE_NAME.fullmatch(name)
+        if name.endswith(".json") and not is_beside_model(name) and FILE_NAME.fullmatch(name)
     }

@@ -17,9 +17,10 @@ from parallel_ext.checkpoint import rng, scheduler_state
 from parallel_ext.checkpoint.manifest import (
     LOOP_NAME,
     RNG_NAME,
-    STATE_FOLDER,
     Manifest,
     bits_of,
+    holds_tensors,
+    is_beside_model,
     read_manifest,
 )
 from parallel_ext.checkpoint.optimizer_state import restore
@@ -163,7 +164,7 @@ class _Opened:
         self.file_of = dict(contents.open(path, self.manifest, cleanup))
         self._of_model = frozenset(self.file_of)
         for name in files:
-            if name.startswith(STATE_FOLDER) and name.endswith(".safetensors") and name != RNG_NAME:
+            if is_beside_model(name) and holds_tensors(name):
                 file = cleanup.enter_context(self.manifest.open(path, name))
                 self.file_of.update(dict.fromkeys(file.tensors, file))
 
@@ -197,7 +198,7 @@ class _Opened:
             saved = {
                 name: spec
                 for name, (file, spec) in self.manifest.tensors.items()
-                if file.startswith(STATE_FOLDER)
+                if is_beside_model(file)
             }
             description = self.loop["optimizer"]
             places, give = restore(optimizer, self.contents, description, saved, mesh.rank)

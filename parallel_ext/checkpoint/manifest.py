@@ -41,6 +41,16 @@ _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 30  # bytes
 _HEX = re.compile(r"[0-9a-f]{32}")  # of a save's id, or a hash
 
 
+def holds_tensors(file: str) -> bool:
+    """Return whether a file of a checkpoint, by its name, holds tensors of model or optimizer."""
+    return file.endswith(".safetensors") and file != RNG_NAME
+
+
+def is_beside_model(file: str) -> bool:
+    """Return whether a file of a checkpoint is no model's: the optimizer's, or of the training."""
+    return file.startswith(f"{STATE_FOLDER}/")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """All that a training checkpoint consists of.
@@ -123,7 +133,7 @@ class Manifest:
         for name in (LOOP_NAME, RNG_NAME):
             if name not in files:
                 raise CheckpointError(f"{path}: {name} is not among the files")
-        holders = {name for name in files if name.endswith(".safetensors") and name != RNG_NAME}
+        holders = set(filter(holds_tensors, files))
         tensors = {
             name: _tensor(name, Fields(value, f"{path}: {shown(name)}"), holders)
             for name, value in fields.object("tensors").items()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.manifest import (
+    COMMIT_NAME,
+    is_beside_model,
+    read_manifest,
+)
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
 from parallel_ext.io.publish import Publication
@@ -25,7 +29,7 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
     check_new(out, path)
     manifest = read_manifest(path)
     read_small_files(path, manifest)
-    own = [name for name in manifest.files if not name.startswith(STATE_FOLDER)]
+    own = [name for name in manifest.files if not is_beside_model(name)]
     with Publication(out) as temporary:
         for name in own:
             if name.endswith(".safetensors"):

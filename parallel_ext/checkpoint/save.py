@@ -19,7 +19,14 @@ from torch import nn
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.lock import one_writer
-from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest, bits_of
+from parallel_ext.checkpoint.manifest import (
+    LOOP_NAME,
+    RNG_NAME,
+    STATE_FOLDER,
+    Manifest,
+    bits_of,
+    is_beside_model,
+)
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.source import Contents, contents_of
@@ -178,7 +185,7 @@ def save_checkpoint(
             temporary, save_id = _begin(at, step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
             described = {**loop, "random": rng.describe(states_of, mesh)}
-            of_model = [f for f in plan.files if not f.name.startswith(STATE_FOLDER)]
+            of_model = [f for f in plan.files if not is_beside_model(f.name)]
             loop_text = to_own_json(described, "data_state with the states of the loop")
             texts = {**contents.json_files(of_model), LOOP_NAME: loop_text}
             records = {name: FileRecord.of(t, plan.chunk_bytes) for name, t in texts.items()}

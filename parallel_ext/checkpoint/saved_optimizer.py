@@ -14,8 +14,10 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.extending import called_by_this_package
 
-# Options of a group that say how a step is computed, not what: the running optimizer's count.
-OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
+OF_THE_RUN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+"""Options of a group, with their defaults, that say how a step is computed, not what."""
+
+_NOT_SAVED = {"params", "param_names", *OF_THE_RUN}  # those of the running optimizer count
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: encode(value, f"the option {key!r} of a group")
         for key, value in group.items()
-        if key not in OF_THE_RUN
+        if key not in _NOT_SAVED
     }
 
 
@@ -81,7 +83,7 @@ def check_groups(
             )
         group = optimizer.param_groups[number]
         for key, value in options[number].items():
-            problem = "is no option that is saved" if key in OF_THE_RUN else ""
+            problem = "is no option that is saved" if key in _NOT_SAVED else ""
             if not problem and key in group:
                 problem = differs_in_kind(value, group[key])
                 both_lists = all(isinstance(each, (list, tuple)) for each in (value, group[key]))

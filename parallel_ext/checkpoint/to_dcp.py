@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +33,12 @@ from torch.futures import Future
 from parallel_ext.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
-    RNG_NAME,
-    STATE_FOLDER,
     Manifest,
+    holds_tensors,
+    is_beside_model,
     read_manifest,
 )
-from parallel_ext.checkpoint.saved_optimizer import read_options
+from parallel_ext.checkpoint.saved_optimizer import OF_THE_RUN, read_options
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
 from parallel_ext.io.publish import Publication
@@ -51,7 +51,23 @@ FILES = "parallel_ext"
 """Key, in the DCP, of the bytes of all that is no tensor of model or optimizer, by file."""
 
 _CHUNK_BYTES = 64 << 20  # of a tensor, that are in memory at once
-_OF_THE_RUN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+def dcp_path(tensor: str, file: str) -> tuple[str, ...]:
+    """Return the path in the state dict of a tensor of a file, as ``get_state_dict`` makes it."""
+    if is_beside_model(file):
+        key, _, parameter = tensor.partition("/")
+        return _path_of_state(parameter, key)
+    return "model", tensor
+
+
+def _path_of_state(parameter: str, key: str) -> tuple[str, ...]:
+    return "optimizer", "state", parameter, key
+
+
+def dcp_name(path: Iterable[str | int]) -> str:
+    """Return the name in the DCP of what lies at a path, as torch flattens state dicts."""
+    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,8 @@ class _Value:
 
     @property
     def name(self) -> str:
-        """Return its name in the DCP, as torch flattens state dicts."""
-        return ".".join(map(str, self.path))
+        """Return its name in the DCP."""
+        return dcp_name(self.path)
 
 
 def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
@@ -113,10 +129,8 @@ def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
 
 def _tensors(manifest: Manifest, opened: dict[str, SafetensorsFile]) -> Iterator[_Value]:
     for name, (file, spec) in manifest.tensors.items():
-        key, _, parameter = name.partition("/")
-        in_state = file.startswith(STATE_FOLDER)
-        path = ("optimizer", "state", parameter, key) if in_state else ("model", name)
-        yield _Value(path, spec.dtype, spec.shape, partial(opened[file].read_rows, name))
+        read = partial(opened[file].read_rows, name)
+        yield _Value(dcp_path(name, file), spec.dtype, spec.shape, read)
 
 
 def _numbers(described: dict[str, Any]) -> Iterator[_Value]:
@@ -127,14 +141,14 @@ def _numbers(described: dict[str, Any]) -> Iterator[_Value]:
                 number = numbers["others"].get(parameter, numbers["most"])
                 if number is not None:
                     value = torch.tensor(number, dtype=DTYPES[numbers["dtype"]])
-                    path = ("optimizer", "state", parameter, key)
+                    path = _path_of_state(parameter, key)
                     yield _Value(path, value.dtype, (), lambda *_, value=value: value)
 
 
 def _options(described: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield the options of the optimizer's groups, each after its path in the state dict."""
     for number, group in enumerate(described["groups"]):
-        options = {**_OF_THE_RUN, **read_options(group["options"]), "params": group["parameters"]}
+        options = {**OF_THE_RUN, **read_options(group["options"]), "params": group["parameters"]}
         for key, value in options.items():
             yield ("optimizer", "param_groups", number, key), value
 
@@ -146,7 +160,7 @@ def _others(
     for name in (MANIFEST_NAME, COMMIT_NAME):
         yield name, read_content(path / name, MAX_OWN_JSON_BYTES, links=False)
     for name, record in manifest.files.items():
-        if name in opened and name != RNG_NAME:
+        if holds_tensors(name):
             tensors = opened[name].tensors.values()
             start = min((entry.start for entry in tensors), default=record.size)
             with (path / name).open("rb") as file:
@@ -176,7 +190,7 @@ class _Planner(dcp.DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self._values = {value.name: value for value in values}
-        self._options = {".".join(map(str, path)): value for path, value in options.items()}
+        self._options = {dcp_name(path): value for path, value in options.items()}
         self._paths = {value.name: value.path for value in values}
         self._paths |= {".".join(map(str, path)): path for path in options}
         self._progress = progress

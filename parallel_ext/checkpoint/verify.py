@@ -11,8 +11,8 @@ from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.manifest import (
     LOOP_NAME,
     RNG_NAME,
-    STATE_FOLDER,
     Manifest,
+    is_beside_model,
     read_manifest,
 )
 from parallel_ext.checkpoint.training_state import parse_loop
@@ -44,7 +44,7 @@ def read_small_files(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _check_index(index: dict[str, Any], path: Path, manifest: Manifest) -> None:
     listed = {
-        name: file for name, (file, _) in manifest.tensors.items() if STATE_FOLDER not in file
+        name: file for name, (file, _) in manifest.tensors.items() if not is_beside_model(file)
     }
     if index.get("weight_map") != listed:
         raise CheckpointError(f"{path}: weight_map is not that of the manifest")

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ext.checkpoint.manifest import COMMIT_NAME, RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.manifest import (
+    COMMIT_NAME,
+    STATE_FOLDER,
+    holds_tensors,
+    read_manifest,
+)
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.checkpoint.steps import (
     LATEST_NAME,
@@ -147,7 +152,7 @@ def _checkpoint(path: Path, files: ExitStack) -> Saved:
     manifest = read_manifest(path)
     file_of: dict[str, SafetensorsFile] = {}
     for name in manifest.files:
-        if name.endswith(".safetensors") and name != RNG_NAME:
+        if holds_tensors(name):
             file = files.enter_context(manifest.open(path, name))
             file_of |= dict.fromkeys(file.tensors, file)
     facts = {"step": manifest.step, "save": manifest.number, **manifest.saved_by}
