@@ -26,8 +26,9 @@ from parallel_ext.io import disk
 from parallel_ext.io.hashing import ChunkHasher
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
 from parallel_ext.io.hf_writer import index_of
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, write_rows
+from parallel_ext.io.rewrite import check_new, copy_beside, write_rows
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import LENGTH_BYTES, METADATA
 from parallel_ext.io.safetensors_writer import TensorSpec

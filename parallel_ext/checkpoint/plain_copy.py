@@ -11,8 +11,9 @@ from parallel_ext.checkpoint.manifest import (
 )
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, copy_tensors, nothing
+from parallel_ext.io.rewrite import check_new, copy_beside, copy_tensors
 
 
 def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:

@@ -41,8 +41,9 @@ from parallel_ext.checkpoint.manifest import (
 from parallel_ext.checkpoint.saved_optimizer import OF_THE_RUN, read_options
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, nothing
+from parallel_ext.io.rewrite import check_new
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, read_content
 from parallel_ext.sharding._torch_private import dcp_place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from parallel_ext.checkpoint.manifest import (
 from parallel_ext.checkpoint.training_state import parse_loop
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import INDEX_NAME
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.schema import parse_json
 
 
@@ -50,9 +50,7 @@ def _check_index(index: dict[str, Any], path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: weight_map is not that of the manifest")
 
 
-def verify_checkpoint(
-    path: str | os.PathLike[str], progress: Callable[[int], object] = lambda num_bytes: None
-) -> int:
+def verify_checkpoint(path: str | os.PathLike[str], progress: Progress = nothing) -> int:
     """Read every byte of a training checkpoint and compare it with what was written.
 
     Needs neither a model nor other ranks.

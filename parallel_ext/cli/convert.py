@@ -19,9 +19,9 @@ from parallel_ext.cli.saved import (
     newest_step,
 )
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.progress import progress_bar
+from parallel_ext.io.progress import Progress, progress_bar
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new
+from parallel_ext.io.rewrite import check_new
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 
 # These import torch's DCP, transformers and PEFT, which takes seconds, where they are needed.

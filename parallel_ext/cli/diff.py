@@ -13,8 +13,7 @@ import torch
 from parallel_ext.cli.options import existing, number, positive
 from parallel_ext.cli.saved import PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
-from parallel_ext.io.progress import progress_bar
-from parallel_ext.io.rewrite import Progress
+from parallel_ext.io.progress import Progress, progress_bar
 from parallel_ext.io.safetensors_reader import TensorEntry
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES
 from parallel_ext.sharding.reshard import row_ranges

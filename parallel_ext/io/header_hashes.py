@@ -7,13 +7,13 @@ they are blank then, and one of each tensor that has bytes, in the order of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 
 import xxhash
 
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.safe_open import open_file
 from parallel_ext.io.safetensors_reader import HASHES, SafetensorsFile
 from parallel_ext.sharding.reshard import STRIPE_BYTES
@@ -54,9 +54,7 @@ def in_header(text: str) -> bytes:
     return f'"{HASHES}":"{text}"'.encode(errors="replace")
 
 
-def check_tensors(
-    file: SafetensorsFile, progress: Callable[[int], object] = lambda num_bytes: None
-) -> bool:
+def check_tensors(file: SafetensorsFile, progress: Progress = nothing) -> bool:
     """Read every byte of a file of a model, and compare it with the hashes that its header keeps.
 
     Returns:

@@ -10,8 +10,15 @@ from tqdm import tqdm
 
 _LONG_S = 1.0  # what takes less shows no bar unless one is asked for
 
+Progress = Callable[[int], object]
+"""Called with the bytes of each piece that was read or written."""
+
 Bytes = int | Callable[[], int]
 """A number of bytes, or a function that finds it out, which is called where a bar is shown."""
+
+
+def nothing(num_bytes: Bytes) -> None:
+    """Report no progress."""
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def progress_bar(
         The function that takes the number of bytes that were done since its last call.
     """
     if rank != 0 or wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield lambda num_bytes: None
+        yield nothing
         return
     delay = _LONG_S if wanted is None else 0
     total = _number(num_bytes)

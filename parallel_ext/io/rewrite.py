@@ -12,21 +12,15 @@ import torch
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import disk
 from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.stream import PlannedFile
 from parallel_ext.sharding.reshard import row_ranges
 
-Progress = Callable[[int], object]
-"""Called with the bytes of each piece that was written."""
-
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 _TEMPLATES = "additional_chat_templates"
-
-
-def nothing(num_bytes: int) -> None:
-    """Report no progress."""
 
 
 def check_new(out: Path, source: Path) -> None:

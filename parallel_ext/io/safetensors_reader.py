@@ -21,6 +21,7 @@ import torch
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hashing import ChunkCheck, FileRecord, wrong_size
 from parallel_ext.io.places import HOT_BYTES, Piece, Place, places_of
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.safe_open import open_file, shown
 from parallel_ext.io.schema import (
     MAX_JSON_BYTES,
@@ -251,7 +252,7 @@ class SafetensorsFile:
             return ""
         return f" of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
 
-    def check_all(self, progress: Callable[[int], object] = lambda num_bytes: None) -> None:
+    def check_all(self, progress: Progress = nothing) -> None:
         """Read the whole file, and compare it with the hashes with which it was opened.
 
         Raises:

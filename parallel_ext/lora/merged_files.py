@@ -20,8 +20,9 @@ from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.header_hashes import open_compared
 from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, HFDirectory
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
+from parallel_ext.io.rewrite import check_new, copy_beside, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported

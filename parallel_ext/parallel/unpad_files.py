@@ -11,8 +11,9 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.header_hashes import open_compared
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
 from parallel_ext.io.hf_writer import index_of, to_file
+from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
+from parallel_ext.io.rewrite import check_new, copy_beside, rows_of, write_again
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.plan import layout_of
 from parallel_ext.parallel.validate import spec_for
