@@ -125,7 +125,7 @@ def _touched(path: Path) -> int:
 
 
 def _beat(file: FileIO, path: Path, finished: threading.Event) -> None:
-    """Touch the file until the save is over; an error may pass, so it goes on, with one warning."""
+    """Touch the file until the save is over; warn of the first error, which may pass."""
     warned = False
     while not finished.wait(_BEAT_S):
         try:

@@ -37,11 +37,11 @@ from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_in, owners_of
 from parallel_ext.parallel.state import is_parallel, parallel_models, state_of
+from parallel_ext.parallel.weights import write_weights
 from parallel_ext.sharding._torch_private import scheduler_steps
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
 from parallel_ext.training.gradients import no_sync as px_no_sync
-from parallel_ext.training.weights import write_weights
 
 Plain = Callable[..., Any]
 

@@ -54,7 +54,7 @@ def save_pretrained(
 
         def write() -> None:
             if mesh.rank == 0:
-                # By whose last part it else names what it is told to send to the hub.
+                # Without an id, what goes to the hub would be named like the temporary directory.
                 named = {"repo_id": Path(os.path.abspath(save_directory)).name, **options}
                 with Publication(save_directory) as temporary:
                     plain(self, temporary, True, full, *args, **named)

@@ -26,8 +26,8 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.weights import write_weights
 from parallel_ext.training.accelerate import unwrapped
-from parallel_ext.training.weights import write_weights
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last

@@ -23,8 +23,7 @@ from torch import nn
 from versions import needs_trainer
 
 import parallel_ext as px
-from parallel_ext.parallel import adopting
-from parallel_ext.training import weights
+from parallel_ext.parallel import adopting, weights
 
 CAUSAL = "head of a causal model"
 
