@@ -425,7 +425,8 @@ class Replacer:
 def names_of_parts(model: nn.Module) -> Iterator[str]:
     """Yield the names of the model's own parameters whose gradients are sums over tp ranks."""
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
+        shared = isinstance(module, ColumnParallelLinear | RMSNormOfShards)
+        if shared and module.replicas.size > 1:
             yield from (layout.name for layout in module.layouts.values())
         elif "used_in_parts" in vars(module):
             yield from module.used_in_parts.names(module)

@@ -713,6 +713,12 @@ def test_dp_ranks_train_as_one_process(kind: str, zero: int) -> None:
     assert_within(pool(4).run(_parity, OfSpec(kind), Layout(2, 2, 1), zero))
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_dp_ranks_train_a_norm_of_key_heads_that_several_ranks_hold(zero: int) -> None:
+    tiny = OfSpec("olmo2", key_value_heads=1)
+    assert_within(pool(4).run(_parity, tiny, Layout(2, 2, 1), zero))
+
+
 def _with_an_older_transformers() -> None:
     model = OfSpec("granitemoe").model()
     with mock.patch.object(transformers, "__version__", "5.20.1"):
