@@ -206,6 +206,22 @@ class ModelSpec:
         )
         return (*self.embeddings(names), *self.ends[1:], *self.shared, *in_sublayers)
 
+    def replaced(self, names: Collection[str]) -> dict[str, str | None]:
+        """Map the path of each module that is replaced to its class, None for torch's own.
+
+        Of a router the forward is replaced. All else of :meth:`modules` stays, with a hook.
+        """
+        ends = dict.fromkeys(self.embeddings(names), self.scaled_embedding)
+        return (
+            ends
+            | dict.fromkeys(self.ends[1:])
+            | {
+                f"{root}.{name}": cls
+                for root, sublayer in self.sublayers(names).items()
+                for name, cls in _replaced(sublayer).items()
+            }
+        )
+
     def embeddings(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the paths of the embeddings by ids in a model with such parameters."""
         return tuple(filter(None, (self.embedding, self.layer_embedding_in(names))))
@@ -213,6 +229,18 @@ class ModelSpec:
     def layer_embedding_in(self, names: Collection[str]) -> str | None:
         """Return the path of the embedding for the layers; None where a model has none."""
         return self.layer_embedding if f"{self.layer_embedding}.weight" in names else None
+
+
+def _replaced(sublayer: Sublayer) -> dict[str, str | None]:
+    """Map the name of each module of a sublayer that is replaced to its class."""
+    if isinstance(sublayer, MixtureNames):
+        return {sublayer.experts: sublayer.experts_class, sublayer.router: sublayer.router_class}
+    if isinstance(sublayer, AttentionNames):
+        norms = dict.fromkeys(sublayer.full_norms, sublayer.norm_class)
+        return dict.fromkeys((*sublayer.inputs, sublayer.output)) | norms
+    if isinstance(sublayer, DeltaNetNames):
+        return dict.fromkeys((*sublayer.linears, sublayer.output))
+    return dict.fromkeys((*sublayer.inputs, *sublayer.outputs))
 
 
 def _in(layer: str, name: str) -> str:

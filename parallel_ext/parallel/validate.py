@@ -94,18 +94,13 @@ def is_decoder(model: nn.Module) -> bool:
 
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
     """Raise unless the modules to replace are plain, with nothing that would be lost."""
-    known, names = {}, dict(model.named_parameters())
-    if (mixture := spec.mixture) is not None:
-        known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
-    if spec.attention is not None:
-        known |= dict.fromkeys(spec.attention.full_norms, spec.attention.norm_class)
-    if spec.scaled_embedding is not None:
-        known |= dict.fromkeys(spec.embeddings(names), spec.scaled_embedding)
+    names = dict(model.named_parameters())
+    replaced = spec.replaced(names)
     for path in spec.modules(names):
         module = model.get_submodule(path)
-        expected = known.get(path, known.get(path.rpartition(".")[2]))
-        if expected is None and not isinstance(module, (nn.Linear, nn.Embedding)):
+        if path not in replaced and not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention, its norms, an MLP, which stay
+        expected = replaced.get(path)
         if expected is not None and type(module).__name__ != expected:
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "

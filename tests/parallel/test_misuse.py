@@ -250,6 +250,18 @@ def test_mesh_errors_name_the_world_and_what_was_asked_for(
     pool(2).assert_raises(_mesh_with, sizes, error="ValueError", words=words)
 
 
+class _ScaledLinear(torch.nn.Module):
+    """A layer of another package, whose forward no weight tells."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(rows, columns, dtype=dtype))
+        self.scale = torch.nn.Parameter(torch.ones(rows, dtype=dtype))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T * self.scale
+
+
 GROUPS = {"groups of other heads": 1, "groups that divide nothing": 2}
 EMBEDDING_OPTIONS = {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True}
 
@@ -273,6 +285,12 @@ def _parallelize(case: str) -> None:
     elif case == "subclass":
         up = model.model.layers[0].mlp.up_proj
         up.__class__ = type("MyLinear", (torch.nn.Linear,), {})
+    elif case == "layer of others":
+        model.model.layers[0].self_attn.q_proj = _ScaledLinear(72, 31, dtype=torch.float64)
+    elif case == "wrapped head":
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+    elif case == "embedding of others":
+        model.model.embed_tokens = _ScaledLinear(101, 31, dtype=torch.float64)
     elif case in EMBEDDING_OPTIONS:
         setattr(model.model.embed_tokens, case, EMBEDDING_OPTIONS[case])
     elif case == "shared norm":
@@ -324,6 +342,9 @@ def _parallelize(case: str) -> None:
         "hook": ["lm_head has hooks"],
         "gradient hook": ["parallelize: lm_head.weight has gradient hooks, which would be lost"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],
+        "layer of others": ["model.layers.0.self_attn.q_proj is a _ScaledLinear; only plain torch"],
+        "wrapped head": ["lm_head is a Sequential; only plain torch.nn modules can be sharded"],
+        "embedding of others": ["model.embed_tokens is a _ScaledLinear; only plain torch.nn"],
         **{
             option: [f"model.embed_tokens has {option}={value}, which the parallel embedding"]
             for option, value in EMBEDDING_OPTIONS.items()
