@@ -77,10 +77,15 @@ class Agreement:
         self, mesh: Mesh, vocab_size: int, deferred: bool, buffers: Collection[str]
     ) -> None:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
+        self._buffers = buffers
         self._previous: _DeviceContents | None = None
         first = mesh.dp_rank * mesh.tp_size
         ranks = tuple(range(first, first + mesh.tp_size))
         self._replicas = ReplicaCycle(ranks, mesh.world_size, buffers)
+
+    def __deepcopy__(self, memo: object) -> Agreement:
+        # Without the call before, whose event of a device has no copy.
+        return Agreement(self.mesh, self.vocab_size, self.deferred, self._buffers)
 
     @disable_compiler
     def check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable
@@ -156,6 +157,31 @@ def test_deferred_agreement_reports_the_call_before() -> None:
     for name in ("input_ids", "labels"):
         words = f"{name} of the call before"
         pool(2).assert_raises(_deferred, name, error="DisagreementError", words=words)
+
+
+class _Event:
+    """As torch.cuda.Event, which can be neither copied nor pickled."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError("cannot pickle an event")
+
+
+def _copied_while_deferred() -> float:
+    model, one = parallel(TINY.model(), mesh_of()), batch(101)
+    agreement = model.parallel_ext_local_shards.agreement
+    agreement.deferred = True
+    loss = model(**one).loss
+    agreement._previous.arrived = _Event()
+    copied = copy.deepcopy(model)
+    model(**one)
+    return abs((copied(**one).loss - loss).item())
+
+
+def test_a_model_is_copied_while_numbers_of_a_call_come_from_its_device() -> None:
+    assert pool(2).run(_copied_while_deferred) == [0.0, 0.0]
 
 
 def _generate_with_other_lengths() -> None:
