@@ -194,7 +194,7 @@ class Planner:
         few = _FEW if self._equal_layers else total
         with self._only(few):  # all that is decided below is the same for all layers
             mesh = PlannedMesh(world, tp, ep)
-            check_servable(self._plain, mesh, allow_different_dropout=True)
+            check_servable(self._plain)
             check_mixture(self._plain, self._spec, mesh, agreement=True)
             if step.sequence_parallel:
                 check_sequence_parallel(self._plain, self._spec)

@@ -30,6 +30,7 @@ from parallel_ext.parallel.resize import resize_token_embeddings
 from parallel_ext.parallel.sequence import keep_own_tokens
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict
 from parallel_ext.parallel.validate import (
+    check_dropout,
     check_equal,
     check_mixture,
     check_names,
@@ -79,8 +80,9 @@ def parallelize(
         agreement: compare the inputs over the tp ranks before each forward (32 bytes a rank). On
             GPUs the values are compared one forward later, without a synchronisation.
         allow_different_dropout: accept ``attention_dropout`` under tp > 1, whose masks are drawn
-            per rank and differ from those of a single process. The noise of
-            ``router_jitter_noise`` needs tp ranks with equal seeds; each forward checks it.
+            per rank and differ from those of a single process; not beside other dropout. That, and
+            the noise of ``router_jitter_noise``, need tp ranks with equal seeds; each forward
+            checks it.
         invariant: train with the same bits on any number of ranks; None for the ordinary sums.
         sequence_parallel: in training let each tp rank keep its own tokens between attentions and
             MLPs or mixtures, so that what a layer saves there is divided by tp
@@ -124,7 +126,8 @@ def parallelize(
         check_names(model, spec)
         check_unsharded(model)
         check_plain(model, spec)
-        check_servable(model, mesh, allow_different_dropout)
+        check_servable(model)
+        check_dropout(model, mesh, allow_different_dropout, agreement)
         check_mixture(model, spec, mesh, agreement)
         blocks = 0 if invariant is None else invariant.blocks
         if blocks:

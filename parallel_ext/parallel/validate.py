@@ -206,7 +206,7 @@ def check_unsharded(model: nn.Module) -> None:
         )
 
 
-def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+def check_servable(model: nn.Module) -> None:
     """Raise if the model carries something that the parallel one would override or change."""
     foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
     if foreign:
@@ -232,12 +232,30 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             "prepare and Liger's fused loss do; do that to the parallel model (under px.patch once "
             "it has an optimizer), and pass Liger fused_linear_cross_entropy=False"
         )
-    dropout = getattr(model.config, "attention_dropout", 0.0)
-    if dropout and mesh.tp_size > 1 and not allow_different_dropout:
+
+
+def check_dropout(model: nn.Module, mesh: Mesh, allow_different: bool, agreement: bool) -> None:
+    """Raise if tp ranks would drop other numbers of what all of them have, or may do so unseen."""
+    if mesh.tp_size == 1:
+        return
+    dropout, others = getattr(model.config, "attention_dropout", 0.0), dropouts_of(model)
+    if dropout and others:
+        raise ValueError(
+            f"parallelize: config.attention_dropout is {dropout}, and the dropout of "
+            f"{next(iter(others))} is set as well; under tp={mesh.tp_size} the masks of a rank's "
+            "own heads would advance its random state, from which all tp ranks must draw the same "
+            "masks elsewhere; set one of the two to 0"
+        )
+    if dropout and not allow_different:
         raise ValueError(
             f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
             "masks would differ from those of a single process; set it to 0, or pass "
             "allow_different_dropout=True"
+        )
+    for place, probability in others.items() if not agreement else ():
+        raise ValueError(
+            f"parallelize: the dropout of {place} is {probability}; the tp ranks must draw the "
+            "same masks, which agreement=False does not check"
         )
 
 

@@ -298,6 +298,12 @@ def _parallelize(case: str) -> None:
         model = Tiny(heads=2, key_value_heads=2).model()
     elif case == "attention dropout":
         model.config.attention_dropout = 0.1
+    elif case == "two kinds of dropout":
+        model.config.attention_dropout = model.config.residual_dropout = 0.1
+        options = {"allow_different_dropout": True}
+    elif case == "dropout that nobody compares":
+        model.model.layers[0].mlp.dropout = torch.nn.Dropout(0.3)
+        options = {"agreement": False}
     elif case == "spec":
         model.model.layers[1].self_attn.query = model.model.layers[1].self_attn.q_proj
         del model.model.layers[1].self_attn.q_proj
@@ -353,6 +359,14 @@ def _parallelize(case: str) -> None:
     {
         "too many ranks": ["tp=3 is more than 2 query heads on 2 key-value heads can serve"],
         "attention dropout": ["attention_dropout is 0.1", "allow_different_dropout=True"],
+        "two kinds of dropout": [
+            "config.attention_dropout is 0.1, and the dropout of config.residual_dropout is set as",
+            "set one of the two to 0",
+        ],
+        "dropout that nobody compares": [
+            "the dropout of model.layers.0.mlp.dropout is 0.3; the tp ranks must draw the same",
+            "masks, which agreement=False does not check",
+        ],
         "spec": [
             "model.layers.0.mlp.down_proj, model.layers.1.self_attn.q_proj",
             f"transformers {transformers.__version__}",
