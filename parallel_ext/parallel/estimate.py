@@ -27,7 +27,7 @@ from parallel_ext.parallel.configuration import other_class, parameters_on_meta,
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
-from parallel_ext.parallel.plan import Options, Plan, layout_of
+from parallel_ext.parallel.plan import Options, Plan, layout_of, with_groups
 from parallel_ext.parallel.planned_mesh import PlannedMesh
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import state_of
@@ -302,7 +302,7 @@ class Planner:
         model = copy.deepcopy(self._plain, {id(each): each for each in same})
         model = model.train().to("meta", step.dtype)  # buffers too
         options = Options(agreement=False, sequence_parallel=step.sequence_parallel)
-        carry_out(model, Plan(mesh, self._spec, layout, options))
+        carry_out(model, with_groups(Plan(mesh, self._spec, layout, options), model))
         if step.adapt is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT's, of a model that nobody trains

@@ -24,7 +24,7 @@ from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.invariant import BlockReplacer, check_invariant
-from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
+from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of, with_groups
 from parallel_ext.parallel.replace import Replacer, enter_and_leave
 from parallel_ext.parallel.resize import resize_token_embeddings
 from parallel_ext.parallel.sequence import keep_own_tokens
@@ -140,6 +140,7 @@ def parallelize(
     with _without_input_hooks(model):
         plan = mesh.control.run_on_all("parallelize", prepare)
         check_equal(model, plan)
+        plan = with_groups(plan, model)
         has_own_head = plan.spec.head is not None or invariant is not None
         tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
         carry_out(model, plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -17,8 +17,8 @@ from parallel_ext.models.sublayers import (
     MixtureNames,
     RegionNames,
 )
-from parallel_ext.ops.group import Range
-from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.ops.group import Group, Range
+from parallel_ext.sharding.layout import ModelLayout, split_heads
 from parallel_ext.sharding.named_shards import persistent_buffers
 
 
@@ -110,12 +110,14 @@ class Plan:
         spec: the names of the model's modules.
         layout: where every parameter and persistent buffer lives.
         options: of the call.
+        sharers: path of an attention -> the ranks with the key-value heads of this rank.
     """
 
     mesh: Mesh
     spec: ModelSpec
     layout: ModelLayout
     options: Options = Options()
+    sharers: Mapping[str, Group] = field(default_factory=dict)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -126,6 +128,28 @@ class Plan:
     def vocab_ranges(self) -> tuple[Range, ...]:
         """Return the range of ids of every tp rank."""
         return self.layout[f"{self.spec.embedding}.weight"].first_ranges
+
+
+def with_groups(plan: Plan, model: nn.Module) -> Plan:
+    """Return a plan with the groups of ranks that hold the same key-value heads of a model.
+
+    Every rank of the job calls it with the same plan, since they connect here.
+
+    Raises:
+        CollectiveTimeout: ranks did not connect.
+    """
+    sharers: dict[str, Group] = {}
+    for path, names in plan.spec.sublayers(plan.layout).items():
+        # Under px.Invariant each query head gets a key-value head of its own.
+        if not isinstance(names, AttentionNames) or names.is_joined or plan.options.invariant:
+            continue
+        sizes = HeadSizes.of(model.get_submodule(path), model.config.num_attention_heads)
+        heads = split_heads(sizes.query, sizes.key_value, plan.mesh.tp_size)
+        ranks_of: dict[Range, list[int]] = {}
+        for rank, each in enumerate(heads.key_value):
+            ranks_of.setdefault(each, []).append(rank)
+        sharers[path] = plan.mesh.tp_subgroup([*ranks_of.values()])
+    return replace(plan, sharers=sharers)
 
 
 def layout_of(

@@ -198,7 +198,7 @@ class Replacer:
         keeps = plan.mesh.world_size > 1 and plan.options.invariant is None
         self.model, self.partials = model, PartialGradients() if keeps else None
         self.spec, self.layout = plan.spec, plan.layout
-        self.mesh, self.options = plan.mesh, plan.options
+        self.mesh, self.options, self._sharers = plan.mesh, plan.options, plan.sharers
         # Row-parallel layers that leave their sum to others, by the beginnings of their paths.
         self._unsummed = (f"{plan.spec.layers}.",) if plan.sequence_parallel else ()
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
@@ -326,7 +326,7 @@ class Replacer:
         (first, last), (kv_first, kv_last) = (
             each[tp.rank] for each in (heads.query, heads.key_value)
         )
-        replicas = self._ranks_with_equal(heads.key_value)
+        replicas = self._sharers[path]
         for name in filter(None, (names.query, names.gate)):
             self._column(f"{path}.{name}")
         for name in names.keys_and_values:
@@ -340,13 +340,6 @@ class Replacer:
         if names.of_heads and tp.size > 1:
             UsedInParts(path, tp, places=[(first, last)]).attach(module, self.partials)
         module.num_key_value_groups = (last - first) // (kv_last - kv_first)
-
-    def _ranks_with_equal(self, ranges: Sequence[Range]) -> Group:
-        """Return the group of the tp ranks that have the range of this rank."""
-        ranks_of: dict[Range, list[int]] = {}
-        for rank, each in enumerate(ranges):
-            ranks_of.setdefault(each, []).append(rank)
-        return self.mesh.tp_subgroup([*ranks_of.values()])
 
     def delta_net(self, path: str, names: DeltaNetNames) -> None:
         """Replace the linears of a gated delta rule, and let it use the rest for own heads."""

@@ -591,6 +591,23 @@ def test_an_optimizer_from_before_parallelize_is_found_when_it_steps() -> None:
     pool(2).assert_raises(_stale_optimizer, words=words)
 
 
+def _without_connections() -> tuple[str, str]:
+    """What parallelize raises where ranks cannot connect, and the embedding afterwards."""
+    mesh, model = mesh_of(), Tiny(heads=6, key_value_heads=2).model()
+    model.__dict__.pop("_loss_function", None)
+    lost = px.CollectiveTimeout("rank 1 is not there")
+    with (
+        mock.patch.object(type(mesh.control), "new_group", side_effect=lost),
+        pytest.raises(px.CollectiveTimeout) as caught,
+    ):
+        px.parallelize(model, mesh)
+    return str(caught.value), type(model.model.embed_tokens).__name__
+
+
+def test_ranks_that_share_key_value_heads_connect_before_anything_changes() -> None:
+    assert {*pool(3).run(_without_connections)} == {("rank 1 is not there", "Embedding")}
+
+
 def _warnings(vocab_size: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
