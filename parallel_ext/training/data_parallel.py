@@ -104,6 +104,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         return own, state, beside
 
     own, state, beside = mesh.control.run_on_all("data_parallel", prepare)
+    average_beside(beside, mesh, state.partials, "data_parallel")  # it raises where they differ
     if mesh.dp_size > 1 and state.zero is None:
         plain_class = type(own)
         with called_by_this_package():
@@ -120,7 +121,6 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         CalledAlone(own, state.spec.ends, state.spec.layers, mesh, leaves)
     state.zero = zero
     tell_labels(model)
-    average_beside(beside, mesh, state.partials, "data_parallel")
     return model
 
 

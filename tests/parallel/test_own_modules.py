@@ -358,10 +358,15 @@ def _refusals(folder: str) -> dict[str, str]:
     adapted.inner = peft.get_peft_model(adapted.inner, peft.LoraConfig(target_modules=["q_proj"]))
     found["adapter"] = refusal(lambda: px.save_checkpoint(folder, 1, adapted))
     drawn = scores()
+    equal = drawn.head.weight.detach().clone()
     with torch.no_grad():
         drawn.head.weight += mesh.rank
     px.parallelize(drawn.inner, mesh)
     found["drawn"] = refusal(lambda: px.data_parallel(drawn, mesh))
+    with torch.no_grad():
+        drawn.head.weight.copy_(equal)
+    assert not hasattr(next(drawn.inner.parameters()), "to_local")  # nothing has changed
+    px.data_parallel(drawn, mesh, zero=3)
     apart = scores()
     px.parallelize(apart.inner, mesh)
     px.data_parallel(apart.inner, mesh)  # without what is beside it
