@@ -20,6 +20,7 @@ from parallel_ext.io.hf_reader import CONFIG_NAME
 from parallel_ext.io.hf_writer import with_old_rope_names, write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safe_open import shown
+from parallel_ext.nn.vocab import VocabParallelEmbedding
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.joining import arrive, call_together
@@ -219,12 +220,13 @@ def num_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
     """Count the parameters of the full model, with HuggingFace's options."""
-    state = state_of(model)
-    left_out = f"{state.spec.embedding}.weight" if exclude_embeddings else None
+    kinds = (nn.Embedding, VocabParallelEmbedding) if exclude_embeddings else ()
+    modules = model.named_modules()
+    left_out = {f"{path}.weight" for path, each in modules if isinstance(each, kinds)}
     return sum(
         layout.numel
         for name, parameter, layout in named_shards(model)
-        if name != left_out and (parameter.requires_grad or not only_trainable)
+        if name not in left_out and (parameter.requires_grad or not only_trainable)
     )
 
 

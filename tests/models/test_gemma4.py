@@ -60,6 +60,17 @@ def test_each_rank_holds_its_rows_of_both_embeddings() -> None:
     assert "embed_tokens_per_layer has a row for each id, too" in why
 
 
+def _parameters_but_embeddings() -> list[int]:
+    plain = E2B.model()
+    models = (plain, parallel(plain, mesh_of()))
+    return [each.num_parameters(exclude_embeddings=True) for each in models]
+
+
+def test_parameters_are_counted_without_either_embedding() -> None:
+    for plain, ours in pool(2).run(_parameters_but_embeddings):
+        assert ours == plain
+
+
 def _of_first_layers(layers: int | None) -> float:
     ids = IDS.repeat(2, 1)
     model = parallel(E2B.model(), mesh_of())
