@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -129,9 +129,15 @@ class ShardedModule(nn.Module):
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
 
 
-def does_more(module: nn.Module) -> bool:
-    """Return whether a module does more than its class: by hooks, or a forward of its own."""
-    return bool(input_hooks(module) or output_hooks(module) or "forward" in vars(module))
+def does_more(module: nn.Module, is_known: Callable[[Any], bool] = lambda hook: False) -> bool:
+    """Return whether a module does more than its class: by hooks, or a forward of its own.
+
+    Args:
+        module: of torch's classes.
+        is_known: whether a hook does not count.
+    """
+    hooks = (*input_hooks(module), *output_hooks(module))
+    return "forward" in vars(module) or not all(map(is_known, hooks))
 
 
 def require_plain(plain: nn.Module, kind: type[nn.Module], op_name: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
@@ -137,28 +136,19 @@ def parallelize(
         layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of, blocks)
         return Plan(mesh, spec, layout, options)
 
-    with _without_input_hooks(model):
-        plan = mesh.control.run_on_all("parallelize", prepare)
-        check_equal(model, plan)
-        plan = with_groups(plan, model)
-        has_own_head = plan.spec.head is not None or invariant is not None
-        tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
-        carry_out(model, plan)
-        tie_again(tied, model, plan.spec.embedding)
+    plan = mesh.control.run_on_all("parallelize", prepare)
+    check_equal(model, plan)
+    plan = with_groups(plan, model)
+    has_own_head = plan.spec.head is not None or invariant is not None
+    tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
+    # What checkpointing has hung on the embedding; the new one gets it afterwards.
+    hooked = [each for each in model.modules() if remove_output_hooks(each, is_input_hook)]
+    carry_out(model, plan)
+    tie_again(tied, model, plan.spec.embedding)
+    if hooked:
+        model.enable_input_require_grads()
     _warn_of_uneven_vocabulary(plan)
     return model
-
-
-@contextmanager
-def _without_input_hooks(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """Take away what checkpointing has hung on the embedding; the new one gets it afterwards."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # which is refused
-    hooked = [each for each in modules if remove_output_hooks(each, is_input_hook)]
-    try:
-        yield
-    finally:
-        if hooked:
-            model.enable_input_require_grads()
 
 
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from transformers import modeling_layers
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, SPECS, own_model_type, why_unserved
-from parallel_ext.models._transformers_private import is_sharded_by_transformers
+from parallel_ext.models._transformers_private import is_input_hook, is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.sharded_module import does_more
@@ -124,7 +124,7 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
 def _check_bare(path: str, module: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         refuse_gradient_hooks("parallelize", f"{path}.{name}", parameter)
-    if does_more(module):
+    if does_more(module, is_input_hook):  # that of checkpointing, which the embedding gets back
         raise ValueError(
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "
             "would lose; add them after parallelize"

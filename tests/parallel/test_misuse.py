@@ -691,6 +691,21 @@ def test_a_method_that_would_take_the_decoders_shards_for_all_is_refused(name: s
     pool(2).assert_raises(_call_of_decoder, name, words=words, error="RuntimeError")
 
 
+def test_a_refusal_leaves_the_hook_of_checkpointing_to_who_has_made_it() -> None:
+    model = TINY.model()
+    model.enable_input_require_grads()
+    wrapper = torch.nn.Sequential(model)
+    with pytest.raises(ValueError, match="no spec for model_type None"):
+        px.parallelize(wrapper, px.init_mesh())
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="q_proj has hooks"):
+        px.parallelize(model.model, px.init_mesh())
+    ids = batch(101)["input_ids"]
+    assert model.requires_grad_(False)(ids).logits.requires_grad
+    model.disable_input_require_grads()
+    assert not model(ids).logits.requires_grad
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_are_tied_otherwise_later_are_refused_in_training(tied: bool) -> None:
     model = px.parallelize(Tiny(tied=tied, dtype=torch.float32).model(), px.init_mesh()).train()
