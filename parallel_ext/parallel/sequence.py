@@ -109,8 +109,15 @@ class OwnTokens:
             self._tokens = _Tokens(hidden.size(0), self.sizes(tokens))
         self._backward = running_backward()
 
+    def end(self) -> None:
+        """Say that what runs next is in no layer."""
+        self._tokens, self._backward = None, running_backward()
+
     def _current(self) -> _Tokens | None:
-        if self._backward != running_backward():
+        backward = running_backward()
+        if backward == -1 != self._backward:
+            self.end()  # of what a backward has recomputed
+        if self._backward != backward:
             raise RuntimeError(
                 "sequence_parallel: a part of a decoder layer is recomputed by other means than "
                 "torch.utils.checkpoint; wrap what it recomputes in parallel_ext.nn.Recomputable"
@@ -258,6 +265,7 @@ class WatchEnds:
     def after(self, module: nn.Module, *_: Any) -> None:
         """Ask for all, also after an error."""
         self.own.embeds = False
+        self.own.end()
 
 
 class JitterOwn:

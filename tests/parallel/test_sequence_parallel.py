@@ -125,6 +125,30 @@ def _checkpointed(tiny: Tiny, reentrant: bool, how: str) -> tuple[float, str]:
     return worst(shard_differences(model, gradients_of(reference), gradients=True))
 
 
+def _called_alone(reentrant: bool | None) -> float:
+    """How far what is called beside a training forward is from that of one process."""
+    reference = Tiny().model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    hidden = torch.randn(2, 9, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def far() -> float:
+        ours, theirs = model.model, reference.model
+        of_norm = difference(ours.norm(hidden), theirs.norm(hidden))
+        return max(of_norm, difference(ours.layers[0].mlp(hidden), theirs.layers[0].mlp(hidden)))
+
+    loss = model(**batch(101)).loss
+    after_forward = far()
+    loss.backward()
+    return max(after_forward, far())
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_what_is_called_alone_after_a_forward_has_all_tokens(reentrant: bool | None) -> None:
+    assert max(pool(2).run(_called_alone, reentrant)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("reentrant", "how"),
     [(False, "deepcopied"), (True, ""), (False, "an MLP alone"), (True, "an MLP alone")],
