@@ -244,7 +244,7 @@ def _heads(
     names: AttentionNames,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> HeadSizes:
-    """Return the heads of the attention at ``path``, of which its projections must have the rows.
+    """Return the heads of the attention at ``path``, whose features its projections must have.
 
     Raises:
         ValueError: they have others.
@@ -261,11 +261,14 @@ def _heads(
     else:
         heads = {names.query: sizes.query * names.rows_per_head}
         heads |= dict.fromkeys(names.keys_and_values, sizes.key_value)
+        heads |= dict.fromkeys(filter(None, [names.gate]), sizes.query)
+    heads[names.output] = sizes.query
     for name, number in heads.items():
-        rows = shapes[f"{path}.{name}.weight"][0]
-        if rows != number * sizes.dim:
+        kind, dimension = ("input", 1) if name == names.output else ("output", 0)
+        features = shapes[f"{path}.{name}.weight"][dimension]
+        if features != number * sizes.dim:
             raise ValueError(
-                f"{path}.{name} has {rows} output features, but by config.num_attention_heads, "
+                f"{path}.{name} has {features} {kind} features, but by config.num_attention_heads, "
                 f"{num_heads}, and num_key_value_groups, {groups}, and head_dim, {sizes.dim}, of "
                 f"its attention it has {number * sizes.dim}"
             )

@@ -641,6 +641,31 @@ def test_a_parameter_of_an_mlp_that_no_spec_names_is_refused() -> None:
         px.parallelize(model, px.init_mesh())
 
 
+def _a_gate_for_each_head(attention: nn.Module) -> None:
+    attention.gate_proj = nn.Linear(attention.gate_proj.in_features, 6, bias=False)
+
+
+def _a_wider_output(attention: nn.Module) -> None:
+    wide = attention.o_proj.in_features + 2
+    attention.o_proj = nn.Linear(wide, attention.o_proj.out_features, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_a_gate_for_each_head, "self_attn.gate_proj has 6 output features, but by config.num_att"),
+        (_a_wider_output, r"self_attn.o_proj has \d+ input features, but by config.num_attention"),
+    ],
+)
+def test_projections_of_an_attention_must_have_the_features_of_its_heads(
+    change: Callable[[nn.Module], None], words: str
+) -> None:
+    model = OfSpec("afmoe", dtype=torch.float32).model()
+    change(model.model.layers[0].self_attn)
+    with pytest.raises(ValueError, match=words):
+        px.parallelize(model, px.init_mesh())
+
+
 class _NormedAttention(modeling_phi3.Phi3Attention):
     """With one linear for query, key and value, and norms of single heads."""
 
