@@ -166,6 +166,8 @@ class ModelSpec:
             regions=tuple(replace(region, name=inner(region.name)) for region in self.regions),
             shared=tuple(map(inner, self.shared)),
             towers=tuple(map(inner, self.towers)),
+            skips=self.skips and inner(self.skips),
+            images=None,  # a method of the class with a head
             unadapted={inner(path): why for path, why in self.unadapted.items()},
         )
 

@@ -24,6 +24,7 @@ from reference import (
 from reference_cogagent import (
     TWO_IMAGES,
     Row,
+    batch_of,
     batches_of,
     exact,
     picture,
@@ -80,6 +81,22 @@ def _parity(
 )
 def test_training_equals_the_single_process(rows: str, tp: int) -> None:
     assert_within(pool(tp).run(_parity, ROWS[rows], Layout(1, tp, 1), 2, {}))
+
+
+def _decoder_alone(ranks: list[list[Row]], layout: Layout) -> dict[str, float]:
+    reference, mesh = exact(tiny_model().train()).model, layout.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    batches = [batch_of(rows) for rows in ranks]
+    for each in batches:
+        del each["labels"]
+        (reference(**each).last_hidden_state.square().mean() / len(ranks)).backward()
+    model(**batches[mesh.dp_rank]).last_hidden_state.square().mean().backward()
+    return shard_differences(model, gradients_of(reference), gradients=True)
+
+
+@pytest.mark.parametrize("rows", ["images on both", "one without an image"])
+def test_its_decoder_alone_trains_as_in_one_process(rows: str) -> None:
+    assert_within(pool(4).run(_decoder_alone, OF_RANKS[rows], Layout(2, 2, 1)))
 
 
 def _on_eight_ranks() -> dict[str, float]:
