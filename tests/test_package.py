@@ -123,6 +123,16 @@ def test_importing_the_package_loads_neither_the_compiler_nor_models() -> None:
     assert _python(code).strip() == "none"
 
 
+def test_importing_what_makes_models_parallel_registers_no_attention() -> None:
+    code = (
+        "import sys, transformers\n"
+        "known = {*transformers.AttentionInterface().valid_keys()}\n"
+        "import parallel_ext.parallel.parallelize\n"
+        "sys.exit(str({*transformers.AttentionInterface().valid_keys()} - known or 'none'))"
+    )
+    assert _python(code).strip() == "none"
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("latest", "latest_checkpoint"), ("verify", "verify_checkpoint")]

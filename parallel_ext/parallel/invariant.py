@@ -288,6 +288,7 @@ class BlockReplacer(Replacer):
             setattr(module, names.heads, heads.own[-1][1])
             if names.in_parts:
                 module.shared_key = SharedKey(module.qk_rope_head_dim, heads, tp)
+                transformers.AttentionInterface.register(_LATENT_ATTENTION, _latent_attention)
                 latent = _LATENT_ATTENTION
                 module.config = ConfigOfRank(module.config, _attn_implementation=latent)
         self._outputs(path, names.inputs, names.outputs)
@@ -342,9 +343,6 @@ def _latent_attention(
     heads = [nn.functional.pad(each, (0, width - each.size(-1))) for each in heads]
     output, _ = transformers.AttentionInterface()["sdpa"](module, *heads, mask, **options)
     return output[..., :size], None
-
-
-transformers.AttentionInterface.register(_LATENT_ATTENTION, _latent_attention)
 
 
 def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
