@@ -186,14 +186,19 @@ class ReplicaCycle:
             for name, buffer in persistent_buffers(model)
             if name in self._buffers
         )
-        for name, parameter, layout in [*named_shards(model), *buffers]:
+        # Without the tensors, which would outlive their places in the model.
+        tensors = [
+            (name, layout, tensor.element_size())
+            for name, tensor, layout in (*named_shards(model), *buffers)
+        ]
+        for name, layout, element_size in tensors:
             same = primaries(layout, self._world_size)
             places = [same[rank] for rank in self._ranks]
             firsts = tuple(map(places.index, places))
             if len(set(firsts)) == len(firsts):
                 continue
             elements = max(math.prod(layout.local_shape(rank)) for rank in self._ranks)
-            at_once = PIECE_BYTES // parameter.element_size()
+            at_once = PIECE_BYTES // element_size
             for start in range(0, elements, at_once):
                 yield _Place(name, slice(start, start + at_once), firsts)
 
