@@ -7,6 +7,7 @@ from torch import nn
 
 from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.mixtral import MIXTRAL
+from parallel_ext.models.qwen_moe import QWEN3_MOE
 from parallel_ext.nn.routing import Choose, Product
 
 
@@ -25,17 +26,15 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     attention=replace(ATTENTION, of_heads=("sinks",)),
     mixture=replace(
-        MIXTRAL.mixture,
+        QWEN3_MOE.mixture,
         router="router",
         router_class="GptOssTopKRouter",
         route=_route,
         experts_class="GptOssExperts",
         biases=("gate_up_proj_bias", "down_proj_bias"),
-        in_files="mlp",
+        num_experts="num_local_experts",
         gate_up_in_files=None,
         down_in_files=None,
-        jitter=None,
-        block_jitter=None,
         fixed_bits=False,
     ),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import GRANITE
-from parallel_ext.models.mixtral import MIXTRAL
+from parallel_ext.models.qwen_moe import QWEN3_MOE
 from parallel_ext.models.sublayers import RegionNames
 from parallel_ext.nn.routing import Choose, Product
 
@@ -28,12 +28,14 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     mlp=None,
     mixture=replace(
-        MIXTRAL.mixture,
+        QWEN3_MOE.mixture,
         name="block_sparse_moe",
         router="router",
         router_class="GraniteMoeTopKRouter",
         route=_route,
         experts_class="GraniteMoeExperts",
+        num_experts="num_local_experts",
+        in_files="block_sparse_moe",
         gate_up_in_files=None,
         down_in_files=None,
         others_in_files={
@@ -41,8 +43,6 @@ GRANITE_MOE = replace(
             "experts.gate_up_proj": "input_linear.weight",
             "experts.down_proj": "output_linear.weight",
         },
-        jitter=None,
-        block_jitter=None,
     ),
     since="5.21",  # before it the router returned the same in another order
 )

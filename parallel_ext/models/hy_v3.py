@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import HUNYUAN, MLP, QWEN3
-from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen_moe import QWEN3_MOE
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
@@ -69,21 +68,17 @@ HY_V3 = replace(
     QWEN3,
     model_type="hy_v3",
     mixture=replace(
-        MIXTRAL.mixture,
+        QWEN3_MOE.mixture,
         router_class="HYV3TopKRouter",
         route=_route,
         experts_class="HYV3Experts",
-        in_files="mlp",
-        gate_up_in_files=("gate_proj", "up_proj"),
-        down_in_files="down_proj",
+        num_experts="num_local_experts",
         others_in_files={
             "gate.weight": "router.gate.weight",
             "e_score_correction_bias": "expert_bias",
             **{f"shared_experts.{name}": f"shared_mlp.{name}" for name in _SHARED},
         },
         shared=replace(MLP, name="shared_experts"),
-        jitter=None,
-        block_jitter=None,
         balances=False,
     ),
 )
