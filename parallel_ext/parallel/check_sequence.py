@@ -82,6 +82,8 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
         there = ", ".join(behind) or "none"
         yield f"needs one norm with weights behind the decoder layers, but there are {there}"
     for place, probability in dropouts_of(model).items():
+        if spec.head is None and not place.startswith((spec.in_decoder, "config.")):
+            continue  # behind the final norm, in what classifies all tokens
         yield (
             "does not serve dropout between the sublayers, whose masks would depend on the layout; "
             f"set that of {place}, {probability}, to 0"

@@ -57,11 +57,13 @@ def _batch(task: str, rows: int = 4, seed: int = 3) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _differences(kind: str, task: str, zero: int | None, options: dict[str, Any]) -> dict[str, Any]:
+def _differences(
+    kind: str, task: str, zero: int | None, options: dict[str, Any], own_tokens: bool = False
+) -> dict[str, Any]:
     """Of losses, logits, gradients and norms, at tp or at dp, from the plain model."""
     reference = _model(kind, task, **options)
     mesh = mesh_of() if zero is None else mesh_of(tp=1)
-    model = px.parallelize(copy.deepcopy(reference), mesh)
+    model = px.parallelize(copy.deepcopy(reference), mesh, sequence_parallel=own_tokens)
     if zero is not None:
         px.data_parallel(model, mesh, zero=zero)
     of_batch = _batch(task)
@@ -118,8 +120,10 @@ def test_dp_ranks_with_unequal_batches_equal_one_process(task: str, zero: int) -
         assert worst(found) < (TOLERANCE, "")
 
 
-def test_dropout_before_the_classes_is_that_of_one_process() -> None:
-    for found in pool(2).run(_differences, "llama", "token", None, {"classifier_dropout": 0.5}):
+@pytest.mark.parametrize("own_tokens", [False, True])
+def test_dropout_before_the_classes_is_that_of_one_process(own_tokens: bool) -> None:
+    options = {"classifier_dropout": 0.5}
+    for found in pool(2).run(_differences, "llama", "token", None, options, own_tokens):
         assert worst(found) < (TOLERANCE, "")
 
 
