@@ -5,6 +5,8 @@ What a forward with labels does, from the ids to the loss::
     forward.forward ── LossCall(fused) ─────────────────────────────┐
       class's own forward, without labels                           │
         VocabParallelHead: hidden [..., H] ── fused ──> LossCall.hand_over: head, hidden
+                           │  else, where others see them           │
+                           ├─ logits [..., V], of all ranks ────────┤
                            │  else                                  │
                            └─ logits [..., R], this rank's columns ─┤
                                                                     v

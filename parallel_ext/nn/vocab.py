@@ -83,7 +83,9 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
             where one is set.
     """
 
-    max_norm, scale_grad_by_freq, sparse = _OPTIONS.values()
+    max_norm = _OPTIONS["max_norm"]
+    scale_grad_by_freq = _OPTIONS["scale_grad_by_freq"]
+    sparse = _OPTIONS["sparse"]
     keeps: Callable[[torch.Tensor], list[int] | None] | None = None
 
     def __init__(
@@ -213,13 +215,13 @@ class VocabParallelHead(_RowsOfVocabulary):
         tied: whether the weight is the embedding's too.
 
     ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
-    returns the replicated logits [..., V]; inside a :class:`LossCall` this rank's columns [..., R],
-    or the hidden states where that is fused.
+    returns the replicated logits [..., V]; inside a :class:`LossCall` this rank's columns [..., R]
+    unless others see them, or the hidden states where that is fused.
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
     blocks: ops.Blocks | None = None  # of the rows, under px.Invariant
-    makes_logits = True  # which wrappers that change nothing hand on, as why_not_fused asks
+    makes_logits = True  # which wrappers that change nothing hand on, as who_sees_logits asks
 
     def __init__(
         self,

@@ -68,7 +68,8 @@ def parallelize(
     Args:
         model: a model whose ``config.model_type`` has a spec, one of the package's or
             one that :func:`parallel_ext.register` was given, with equal weights on all ranks. Its
-            modules are replaced, so optimizers are built afterwards.
+            modules are replaced, so optimizers are built afterwards; a plain model that shares its
+            parameters raises from then on.
         mesh: from :func:`parallel_ext.init_mesh`; the one made last when None.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None

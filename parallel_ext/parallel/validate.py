@@ -262,8 +262,9 @@ def check_dropout(model: nn.Module, mesh: Mesh, allow_different: bool, agreement
 def dropouts_of(model: nn.Module) -> dict[str, float]:
     """Map what drops numbers of a plain model in training to its probability.
 
-    Modules by their paths, then attributes of the configuration, which functions drop by; without
-    those of attention, whose masks belong to heads, and of classifiers.
+    Modules by their paths, wherever they are, then attributes of the configuration, which functions
+    drop by: without that of attention, whose masks belong to heads, and that of classifiers, who
+    make a module of it.
     """
     modules = {
         path: module.p
