@@ -29,6 +29,7 @@ inline std::vector<int64_t> with_last(at::IntArrayRef shape, int64_t last) {
 // than its row length. On CPUs with AMX, oneDNN's bf16 GEMMs multiply the memory between the rows
 // by zero, and a NaN there stays NaN (github.com/uxlfoundation/oneDNN/issues/5717).
 inline void fill_gaps(const at::Tensor& matrix) {
+  if (matrix.numel() == 0) return;   // its storage may be empty whatever its strides are
   constexpr int64_t kFurthest = 64;  // elements; the GEMMs round the length up to 32
   const int64_t gap = std::min(matrix.stride(0) - matrix.size(1), kFurthest);
   if (!matrix.is_cpu() || matrix.element_size() > 2 || gap <= 0 || matrix.size(0) < 2) return;

@@ -121,8 +121,9 @@ def test_linear_comparison_notices_broken_layers(kind):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("out_features", [5, 0])
-def test_column_linear_lays_rows_as_far_apart_as_asked(tokens, out_features):
-    tensors = _linear_tensors(tokens, 7, out_features, FP64)
+@pytest.mark.parametrize("dtype", [FP64, torch.bfloat16])
+def test_column_linear_lays_rows_as_far_apart_as_asked(dtype, tokens, out_features):
+    tensors = _linear_tensors(tokens, 7, out_features, dtype)
     padded = column_linear(*tensors, row_stride=8)
     assert torch.equal(padded, column_linear(*tensors))
     if len(tokens) == 2:
