@@ -11,13 +11,15 @@
 
 namespace parallel_ext {
 
-void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const Group& group) {
+BlocksOfRanks check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks,
+                               const Group& group) {
   TORCH_CHECK_VALUE(num_blocks >= group.size, op, ": ", num_blocks, " blocks are too few for ",
                     group.size, " ranks");
   const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
   const int64_t rank = rank_in_group(op, group), own = bounds[rank + 1] - bounds[rank];
   TORCH_CHECK_VALUE(num_own == own, op, ": rank ", rank, " holds ", own, " of the ", num_blocks,
                     " blocks, got ", num_own);
+  return {bounds, rank};
 }
 
 std::vector<at::Tensor> of_all_blocks(const char* op, const at::Tensor& of_own, int64_t num_blocks,
@@ -37,9 +39,7 @@ std::vector<at::Tensor> of_all_blocks(const char* op, const at::Tensor& of_own, 
 
 at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
                        at::ScalarType dtype, const Group& group) {
-  check_own_blocks(op, addends.size(0), num_blocks, group);
-  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
-  const int64_t rank = rank_in_group(op, group);
+  const auto [bounds, rank] = check_own_blocks(op, addends.size(0), num_blocks, group);
   const std::vector<at::Tensor> all_own = addends.unbind(0);
   if (group.alone()) return tree_sum(all_own, dtype);
   std::vector<std::vector<TreeNode>> nodes;

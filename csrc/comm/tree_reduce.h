@@ -10,8 +10,15 @@
 
 namespace parallel_ext {
 
+// The blocks of all ranks: those of rank r are [bounds[r], bounds[r + 1]).
+struct BlocksOfRanks {
+  std::vector<int64_t> bounds;
+  int64_t rank;  // this one
+};
+
 // Throws unless this rank has `num_own` of all blocks, which `split` gives to the ranks, each some.
-void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const Group& group);
+BlocksOfRanks check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks,
+                               const Group& group);
 
 // What each of all `num_blocks` yields, in order, given that of this rank's blocks [own, ...].
 std::vector<at::Tensor> of_all_blocks(const char* op, const at::Tensor& of_own, int64_t num_blocks,

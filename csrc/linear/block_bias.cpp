@@ -20,7 +20,8 @@ namespace parallel_ext {
 namespace {
 
 at::Tensor block_bias_kernel(const at::Tensor& input, const at::Tensor& bias,
-                             at::IntArrayRef bounds, int64_t copies, int64_t num_blocks) {
+                             at::IntArrayRef bounds, int64_t copies, int64_t num_blocks,
+                             const Group& group) {
   const char* op = "block_bias";
   check_copies(op, copies, num_blocks);
   check_floating(op, "input", input);
@@ -28,6 +29,7 @@ at::Tensor block_bias_kernel(const at::Tensor& input, const at::Tensor& bias,
   check_dim(op, "bias", bias, 1);
   std::vector<at::Tensor> of_blocks;
   const Blocks blocks = blocks_of(op, bounds, bias.size(0), copies);
+  check_own_blocks(op, static_cast<int64_t>(blocks.size()), num_blocks, group);
   for (const Range block : blocks) of_blocks.push_back(bias.narrow(0, block.start, block.size));
   const int64_t width = width_of(blocks);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == width, op, ": input of shape ",
@@ -39,6 +41,7 @@ at::Tensor block_bias_backward_kernel(const at::Tensor& grad_output, const at::T
                                       at::IntArrayRef bounds, int64_t copies, int64_t num_blocks,
                                       const Group& group) {
   const char* op = "block_bias_backward";
+  check_copies(op, copies, num_blocks);
   check_same_dtype(op, "grad_output", grad_output, "bias", bias);
   check_dim(op, "bias", bias, 1);
   const Blocks blocks = blocks_of(op, bounds, bias.size(0), copies);
@@ -46,8 +49,9 @@ at::Tensor block_bias_backward_kernel(const at::Tensor& grad_output, const at::T
   TORCH_CHECK_VALUE(rows.size(1) == width_of(blocks), op, ": grad_output of shape ",
                     grad_output.sizes(), " must have ", width_of(blocks),
                     " features, those of its blocks");
-  if (copies == 1) return column_sums(rows, bias.scalar_type());
   const auto num_own = static_cast<int64_t>(blocks.size());
+  check_own_blocks(op, num_own, num_blocks, group);
+  if (copies == 1) return column_sums(rows, bias.scalar_type());
   const at::Tensor sums = column_sums(rows, wide_type(bias)).view({num_own, -1, 1});
   return shared_grad(op, sums, copies, num_blocks, group).flatten().to(bias.scalar_type());
 }
@@ -67,16 +71,21 @@ struct BlockBias : Gradient<BlockBias, block_bias, Saved<1>> {
   }
 };
 
-void check_scale(const char* op, const at::Tensor& input, const at::Tensor& weight) {
+Blocks check_scale(const char* op, const at::Tensor& input, const at::Tensor& weight,
+                   at::IntArrayRef bounds, int64_t num_blocks, const Group& group) {
   check_floating(op, "input", input);
   check_same_dtype(op, "input", input, "weight", weight);
   check_dim(op, "weight", weight, 1);
   TORCH_CHECK_VALUE(input.dim() >= 2 && input.size(-1) == weight.size(0), op, ": input of shape ",
                     input.sizes(), " is not of heads of ", weight.size(0), " features");
+  Blocks blocks = blocks_of(op, bounds, input.size(-2));
+  check_own_blocks(op, static_cast<int64_t>(blocks.size()), num_blocks, group);
+  return blocks;
 }
 
-at::Tensor block_scale_kernel(const at::Tensor& input, const at::Tensor& weight) {
-  check_scale("block_scale", input, weight);
+at::Tensor block_scale_kernel(const at::Tensor& input, const at::Tensor& weight,
+                              at::IntArrayRef bounds, int64_t num_blocks, const Group& group) {
+  check_scale("block_scale", input, weight, bounds, num_blocks, group);
   return (input * weight).contiguous();
 }
 
@@ -85,15 +94,13 @@ Tensors<2> block_scale_backward_kernel(const at::Tensor& grad_output, const at::
                                        int64_t num_blocks, std::array<bool, 2> needed,
                                        const Group& group) {
   const char* op = "block_scale_backward";
-  check_scale(op, input, weight);
+  const Blocks blocks = check_scale(op, input, weight, bounds, num_blocks, group);
   check_shape(op, "grad_output", grad_output, input.sizes());
   at::Tensor grad_input = at::empty({0}, input.options());
   at::Tensor grad_weight = at::empty({0}, weight.options());
   if (needed[0]) grad_input = (grad_output * weight).contiguous();
   if (needed[1]) {
     const at::Tensor products = grad_output.to(wide_type(grad_output)) * input;
-    const Blocks blocks = blocks_of(op, bounds, input.size(-2));
-    check_own_blocks(op, static_cast<int64_t>(blocks.size()), num_blocks, group);
     std::vector<at::Tensor> of_blocks;
     for (const Range block : blocks) {
       const at::Tensor heads = products.narrow(-2, block.start, block.size);

@@ -69,9 +69,7 @@ void check_copies(const char* op, int64_t copies, int64_t num_blocks) {
 
 at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
                        int64_t num_blocks, const Group& group) {
-  check_copies(op, copies, num_blocks);
-  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
-  const int64_t rank = rank_in_group(op, group);
+  const auto [bounds, rank] = check_own_blocks(op, of_blocks.size(0), num_blocks, group);
   int64_t first = bounds[rank], last = bounds[rank + 1];
   const bool apart =
       std::any_of(bounds.begin(), bounds.end(), [&](int64_t bound) { return bound % copies != 0; });
@@ -134,29 +132,33 @@ at::Tensor grad_of_rows(const at::Tensor& grad, const at::Tensor& rows, const Bl
 
 struct ColumnCall {
   static constexpr const char* kOp = "block_linears";
+  static constexpr const char* kNames[] = {"weight", "second", "third"};
 
   std::array<at::Tensor, 3> weights;
   std::array<Blocks, 3> blocks;
 
   ColumnCall(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& second,
-             const at::Tensor& third, at::IntArrayRef bounds, int64_t copies, int64_t num_blocks)
+             const at::Tensor& third, at::IntArrayRef bounds, int64_t copies, int64_t num_blocks,
+             const Group& group)
       : weights{weight, second, third} {
     check_copies(kOp, copies, num_blocks);
     TORCH_CHECK_VALUE(bounds.size() % weights.size() == 0, kOp, ": blocks ", bounds,
                       " are not equally many for each of ", weights.size(), " weights");
     const size_t each = bounds.size() / weights.size();
     for (size_t i = 0; i < weights.size(); ++i) {
-      check_linear(kOp, input, weights[i], {});
+      check_linear(kOp, input, weights[i], {}, kNames[i]);
       blocks[i] =
           blocks_of(kOp, bounds.slice(i * each, each), weights[i].size(0), i == 0 ? 1 : copies);
     }
+    check_own_blocks(kOp, static_cast<int64_t>(blocks[0].size()), num_blocks, group);
   }
 };
 
 Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weight,
                                 const at::Tensor& second, const at::Tensor& third,
-                                at::IntArrayRef blocks, int64_t copies, int64_t num_blocks) {
-  const ColumnCall call(input, weight, second, third, blocks, copies, num_blocks);
+                                at::IntArrayRef blocks, int64_t copies, int64_t num_blocks,
+                                const Group& group) {
+  const ColumnCall call(input, weight, second, third, blocks, copies, num_blocks, group);
   const at::Tensor rows = as_matrix(input);
   const auto output = [&](size_t i) {
     at::Tensor out = column_product(rows, call.weights[i], call.blocks[i]);
@@ -186,7 +188,7 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
                                          std::array<bool, 4> needed, const Group& group) {
   const char* op = "block_linears_backward";
   choose_blas_for_one_thread(false);
-  const ColumnCall call(input, weight, second, third, bounds, copies, num_blocks);
+  const ColumnCall call(input, weight, second, third, bounds, copies, num_blocks, group);
   const auto num_own = static_cast<int64_t>(call.blocks[0].size());
   const at::Tensor rows = as_matrix(input);
   std::array<at::Tensor, 3> grads;

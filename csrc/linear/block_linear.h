@@ -30,7 +30,8 @@ bool can_merge_blocks(const Blocks& blocks, int64_t other_size, at::ScalarType d
 void check_copies(const char* op, int64_t copies, int64_t num_blocks);
 
 // The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;
-// the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K].
+// the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K]; `copies` were
+// checked.
 at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
                        int64_t num_blocks, const Group& group);
 

@@ -358,6 +358,11 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"blocks": [2, 4, 0, 2] * 3, "num_blocks": 2},
         ),
         ("ValueError: copies must divide the number of blocks 1, got 0", {"copies": 0}),
+        ("ValueError: rank 0 holds 4 of the 4 blocks, got 1", {"num_blocks": 4}),
+        (
+            "TypeError: third is Double but input is Float",
+            {"third": torch.zeros(0, 3, dtype=torch.float64)},
+        ),
     ],
     "block_row_linear": [
         (
@@ -378,6 +383,10 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "ValueError: copies must divide the number of blocks 3, got 2",
             {"blocks": [0, 2, 2, 4], "num_blocks": 3, "copies": 2},
         ),
+        (
+            "ValueError: rank 0 holds 4 of the 4 blocks, got 1",
+            {"num_blocks": 4, "copies": 2},
+        ),
     ],
     "block_bias_backward": [
         (
@@ -385,6 +394,17 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"grad_output": ONES(2, 3)},
         ),
         ("ValueError: copies must divide the number of blocks 1, got 0", {"copies": 0}),
+        (
+            "ValueError: rank 0 holds 4 of the 4 blocks, got 1",
+            {"num_blocks": 4, "copies": 2},
+        ),
+    ],
+    "block_scale": [("ValueError: rank 0 holds 4 of the 4 blocks", {"num_blocks": 4})],
+    "block_scale_backward": [
+        (
+            "ValueError: rank 0 holds 4 of the 4 blocks",
+            {"num_blocks": 4, "needed": [True, False]},
+        )
     ],
     "block_linear_cross_entropy": [
         ("ValueError: reduction must be 'sum' or 'mean'", {"reduction": "none"}),
