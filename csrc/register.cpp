@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,33 +28,45 @@ std::string short_name(const c10::OperatorHandle& op) {
   return name;
 }
 
-// Checks what every op needs: that its tensors are given, dense and on one device. It runs below
-// autograd and before the kernel of a device is chosen: a tensor on meta would choose the kernel
-// that computes nothing.
+// Checks what every op needs: that its tensors, also those of lists, are given, dense and on one
+// device. It runs below autograd and before the kernel of a device is chosen: a tensor on meta
+// would choose the kernel that computes nothing.
 void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
   const std::string name = short_name(op);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
-  const at::Tensor* first = nullptr;
-  size_t number_of_first = 0;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].type()->kind() == c10::TypeKind::TensorType) {
-      TORCH_CHECK_TYPE(values[i].isTensor() && values[i].toTensor().defined(), name, ": ",
-                       arguments[i].name(), " must be a tensor, got None");
-    }
-    if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
-    const at::Tensor& tensor = values[i].toTensor();
-    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": ", arguments[i].name(),
+  struct Place {
+    size_t argument;
+    std::optional<size_t> in_list;
+  };
+  const auto name_of = [&](const Place& place) {
+    const std::string& argument = arguments[place.argument].name();
+    return place.in_list ? argument + "[" + std::to_string(*place.in_list) + "]" : argument;
+  };
+  at::Tensor first;
+  Place place_of_first{};
+  const auto check = [&](const Place& place, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.defined(), name, ": ", name_of(place), " must be a tensor, got None");
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": ", name_of(place),
                      " must be a dense tensor, got one with the layout ", tensor.layout(),
                      "; pass its to_dense()");
-    if (first == nullptr) {
-      first = &tensor;
-      number_of_first = i;
+    if (!first.defined()) {
+      first = tensor;
+      place_of_first = place;
     }
-    TORCH_CHECK_VALUE(tensor.device() == first->device(), name, ": ", arguments[i].name(),
-                      " is on ", tensor.device(), " but ", arguments[number_of_first].name(),
-                      " is on ", first->device(), "; move one of them");
+    TORCH_CHECK_VALUE(tensor.device() == first.device(), name, ": ", name_of(place), " is on ",
+                      tensor.device(), " but ", name_of(place_of_first), " is on ", first.device(),
+                      "; move one of them");
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool must_be_given = arguments[i].type()->kind() == c10::TypeKind::TensorType;
+    if (values[i].isTensorList()) {
+      size_t number = 0;
+      for (const at::Tensor& each : values[i].toTensorVector()) check({i, number++}, each);
+    } else if (must_be_given || (values[i].isTensor() && values[i].toTensor().defined())) {
+      check({i, {}}, values[i].isTensor() ? values[i].toTensor() : at::Tensor());
+    }
   }
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   op.redispatchBoxed(keys & below, stack);

@@ -15,6 +15,7 @@ import pytest
 import torch
 from op_samples import samples_of
 from test_every_op import PUBLIC
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel_ext import ops
 from parallel_ext.ops import ExchangePlan
@@ -563,16 +564,18 @@ def test_a_tensor_of_another_kind_is_refused_by_name(name):
     known_as = re.sub("_of_tokens$|_on_device$", "", name)
     op, by = getattr(INTERNAL, name), f"^({known_as}|gather_tokens): "
     for sample in samples_of(name, ops.ALONE):
-        sample = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample]
-        tensors = [place for place, each in enumerate(sample) if isinstance(each, torch.Tensor)]
+        leaves, form = tree_flatten(list(sample))  # also the tensors of lists
+        leaves = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
+        tensors = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         for place in tensors:
-            before, value, behind = sample[:place], sample[place], sample[place + 1 :]
+            before, value, behind = leaves[:place], leaves[place], leaves[place + 1 :]
             others = _others(value, place == tensors[0], name == "gather_from_region")
             for words, other in others.items():
+                arguments = tree_unflatten([*before, other, *behind], form)
                 with pytest.raises((TypeError, ValueError), match=f"{by}.*({words})"):
-                    op(*before, other, *behind)
+                    op(*arguments)
             try:
-                op(*before, value.unsqueeze(0), *behind)
+                op(*tree_unflatten([*before, value.unsqueeze(0), *behind], form))
             except ValueError as error:
                 assert re.match(f"{by}.*(dimensions|shape)", str(error))  # noqa: PT017 (or it is taken)
 
