@@ -153,7 +153,7 @@ at::Tensor activated(const at::Tensor& input_in) {
   check_floating(Kind::kOp, "input", input_in);
   if (!use_cpu_loops(input_in)) {
     const at::Tensor x = input_in.to(wide_type(input_in));
-    return Kind::value(x, at::sigmoid(Kind::inner(x))).to(input_in.scalar_type());
+    return Kind::value(x, at::sigmoid(Kind::inner(x))).to(input_in.scalar_type()).contiguous();
   }
   const at::Tensor input = input_in.contiguous();
   at::Tensor output = pooled_empty(input.sizes(), input.options());
@@ -174,7 +174,7 @@ at::Tensor gradient(const at::Tensor& grad_in, const at::Tensor& input_in) {
   if (!use_cpu_loops(input_in)) {
     const auto wide = wide_type(input_in);
     const at::Tensor x = input_in.to(wide), s = at::sigmoid(Kind::inner(x));
-    return (grad_in.to(wide) * Kind::slope(x, s)).to(input_in.scalar_type());
+    return (grad_in.to(wide) * Kind::slope(x, s)).to(input_in.scalar_type()).contiguous();
   }
   const at::Tensor grad = grad_in.contiguous(), input = input_in.contiguous();
   at::Tensor output = pooled_empty(input.sizes(), input.options());

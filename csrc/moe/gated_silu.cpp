@@ -129,7 +129,8 @@ Tensors<2> moe_gated_silu_backward_own(const at::Tensor& grad_in, const at::Tens
 at::Tensor moe_gated_silu_aten(const at::Tensor& gate_up, const at::Tensor& weights) {
   const auto halves = gate_up.to(wide_type(gate_up)).chunk(2, 1);
   return (halves[0] * at::sigmoid(halves[0]) * halves[1] * weights.unsqueeze(1))
-      .to(gate_up.scalar_type());
+      .to(gate_up.scalar_type())
+      .contiguous();
 }
 
 Tensors<2> moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at::Tensor& gate_up,
@@ -140,7 +141,7 @@ Tensors<2> moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at:
   const at::Tensor s = at::sigmoid(gate), silu = gate * s;
   const at::Tensor weighted = grad * weights.unsqueeze(1);
   const at::Tensor both = at::cat({weighted * up * (s + silu * (1 - s)), weighted * silu}, 1);
-  return {both.to(gate_up.scalar_type()), (grad * silu * up).sum(1)};
+  return {both.to(gate_up.scalar_type()).contiguous(), (grad * silu * up).sum(1)};
 }
 
 at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& weights) {

@@ -25,6 +25,7 @@ from op_samples import (
 )
 from reference_ops import BOTH_PATHS, aten_path, counted_both_ways, on_ranks
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from parallel_ext.ops import ALONE, Group, column_linear
 
@@ -56,6 +57,25 @@ def test_op_passes_opcheck(name, size):
     """An op that communicates is compiled in a group of two."""
     compiled = size == 2 or name not in COMMUNICATING
     on_ranks(size, _opcheck, name, compiled and not IN_GRAPHS_OF_OTHERS.fullmatch(name))
+
+
+def _memory(outputs: Any) -> list[Any]:
+    tensors = () if outputs is None else as_tuple(outputs)
+    return [(each.shape, each.dtype, each.numel() and each.stride()) for each in tensors]
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("name", REGISTERED)
+def test_outputs_lie_in_memory_as_meta_kernels_say(name, aten):
+    for sample in samples_of(name, ALONE):
+        with aten_path(aten), torch.no_grad():
+            ours = op_of(name)(*sample)
+        on_meta = tree_map_only(torch.Tensor, _on_meta, list(sample))
+        assert _memory(ours) == _memory(op_of(name)(*on_meta))
 
 
 # op -> kind and bytes of the one collective of its first sample's forward, and of its backward.

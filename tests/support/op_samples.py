@@ -101,6 +101,7 @@ def samples_of_users(group: Group) -> dict[str, list[tuple]]:
     def of_head(r: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
         return tuple(_values(*sizes, dtype=dtype) for sizes in ((4, 3), (own, 3), (4, r), (own, r)))
 
+    of_activations = [(_values(2, 37),), (_values(37, 2, dtype=bf16).T,), (_values(0, 3),)]
     width_of_whole = 5 if group.rank == 0 else 0
     losses = [  # tensors, what is wanted, options
         *(((_values(4, own), labels), none, (None, *options)) for options in kinds.values()),
@@ -314,9 +315,9 @@ def samples_of_users(group: Group) -> dict[str, list[tuple]]:
             ([_plain(2, 3, dtype=bf16), _plain(2, 3, dtype=bf16)], [0, 1, 1, 1], torch.float32),
             ([_plain(2, 3), _plain(3, 2, dtype=bf16).T], [0, 2, 2, 1], bf16),
         ],
-        "fixed_sigmoid": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
-        "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
-        "fixed_gelu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
+        "fixed_sigmoid": of_activations,
+        "fixed_silu": of_activations,
+        "fixed_gelu": of_activations,
         "block_linear_cross_entropy": [
             (*of_head(0), labels, *in_blocks, *of_group, None, *kinds["sum"]),
             (*of_head(2), labels, *in_blocks, *of_group, None, *smooth_mean),
