@@ -192,6 +192,12 @@ int64_t rank_in_group(const char* op, const Group& group) {
   return group.alone() ? 0 : find_group(op, group)->getRank();
 }
 
+void check_rank(const char* op, int64_t rank, const Group& group) {
+  const int64_t own = rank_in_group(op, group);
+  TORCH_CHECK_VALUE(rank == own, op, ": rank ", rank, " was given, but this process is rank ", own,
+                    " of group '", group.name, "'; pass its own rank");
+}
+
 at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group) {
   if (group.alone()) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");

@@ -39,6 +39,9 @@ struct Group {
 // The rank of this process; communicates nothing.
 int64_t rank_in_group(const char* op, const Group& group);
 
+// Throws unless `rank` is this process's. For kernels: Meta kernels may name groups of others.
+void check_rank(const char* op, int64_t rank, const Group& group);
+
 // Sums `tensor` over the group in place; the bits are the same on every rank.
 void all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group);
 

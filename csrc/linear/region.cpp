@@ -34,6 +34,7 @@ at::Tensor gather_from_region_kernel(const at::Tensor& shard, at::IntArrayRef si
                                      const Group& group) {
   const char* op = "gather_from_region";
   check_sizes(op, sizes, rank, group.size);
+  check_rank(op, rank, group);
   TORCH_CHECK_VALUE(shard.dim() >= 1 && shard.size(-1) == sizes[rank], op, ": rank ", rank,
                     " must hold ", sizes[rank], " columns, got shape ", shard.sizes());
   if (group.alone()) return shard.clone(at::MemoryFormat::Contiguous);

@@ -29,6 +29,7 @@ class Tokens {
          int64_t rank, const Group& group, bool all)
       : sizes_(sizes), rank_(rank) {
     const int64_t total = check_sizes(op, sizes, rank, group.size);
+    check_rank(op, rank, group);
     const int64_t expected = all ? total : sizes[rank];
     check_floating(op, name, tensor);
     TORCH_CHECK_VALUE(tensor.dim() >= 2 && tensor.size(-2) == expected, op, ": ", name,

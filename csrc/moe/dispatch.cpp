@@ -94,6 +94,13 @@ void check_dispatch(const at::Tensor& input, const at::Tensor& weights, const Ro
   check_inside(op, "sources", route.sources, layout.num_slots(), layout.num_slots());
 }
 
+// Returns the layout of a plan for a kernel; a Meta kernel makes it without looking for the group.
+ExchangeLayout layout_of(const char* op, const ExchangePlan& plan,
+                         std::optional<int64_t> num_places) {
+  check_rank(op, plan.rank, plan.group);
+  return ExchangeLayout(op, plan, num_places);
+}
+
 // How many rows a plan without numbers is of.
 std::optional<int64_t> num_places_of(const ExchangePlan& plan, const at::Tensor& rows_of_choices) {
   return plan.send.empty() ? std::optional(rows_of_choices.numel()) : std::nullopt;
@@ -102,7 +109,8 @@ std::optional<int64_t> num_places_of(const ExchangePlan& plan, const at::Tensor&
 Tensors<3> moe_dispatch_kernel(const at::Tensor& input, const at::Tensor& weights,
                                const at::Tensor& rows_of_choices, const at::Tensor& sources,
                                const at::Tensor& tokens, const ExchangePlan& plan) {
-  const ExchangeLayout layout("moe_dispatch", plan, num_places_of(plan, rows_of_choices));
+  const ExchangeLayout layout =
+      layout_of("moe_dispatch", plan, num_places_of(plan, rows_of_choices));
   const Route route{rows_of_choices.contiguous(), sources.contiguous(), tokens.contiguous()};
   check_dispatch(input, weights, route, layout);
   const at::Tensor of_slots = weights.to(wide_type(input)).flatten().index_select(0, sources);
@@ -118,7 +126,7 @@ Tensors<2> moe_dispatch_backward_kernel(const at::Tensor& grad_rows, const at::T
   const char* op = "moe_dispatch_backward";
   check_floating(op, "grad_rows", grad_rows);
   check_dim(op, "grad_rows", grad_rows, 2);
-  const ExchangeLayout layout(op, plan, grad_rows.size(0));
+  const ExchangeLayout layout = layout_of(op, plan, grad_rows.size(0));
   check_shape(op, "grad_weights", grad_weights, {grad_rows.size(0)});
   check_wide_dtype(op, "grad_weights", grad_weights, "grad_rows", grad_rows);
   check_origins(op, origins, layout);
@@ -144,7 +152,7 @@ at::Tensor moe_combine_kernel(const at::Tensor& rows, const at::Tensor& origins,
   const char* op = "moe_combine";
   check_floating(op, "rows", rows);
   check_dim(op, "rows", rows, 2);
-  const ExchangeLayout layout(op, plan, rows.size(0));
+  const ExchangeLayout layout = layout_of(op, plan, rows.size(0));
   check_origins(op, origins, layout);
   check_maps(op, rows_of_choices, tokens, layout);
   return bring_back(op, rows.contiguous(), {}, origins.contiguous(), rows_of_choices.contiguous(),
@@ -157,7 +165,7 @@ at::Tensor moe_combine_backward_kernel(const at::Tensor& grad_output, const at::
   const char* op = "moe_combine_backward";
   check_floating(op, "grad_output", grad_output);
   check_dim(op, "grad_output", grad_output, 2);
-  const ExchangeLayout layout(op, plan, origins.numel());
+  const ExchangeLayout layout = layout_of(op, plan, origins.numel());
   check_origins(op, origins, layout);
   check_tokens(op, tokens, grad_output.size(0), layout);
   return bring_to_experts_again(op, grad_output.contiguous(), tokens.contiguous(),

@@ -69,6 +69,7 @@ Tensors<2> moe_take_tokens_kernel(const at::Tensor& input, const at::Tensor& wei
                                   at::IntArrayRef sizes, int64_t rank, const Group& group) {
   const char* op = "moe_take_tokens";
   check_sizes(op, sizes, rank, group.size);
+  check_rank(op, rank, group);
   check_floating(op, "input", input);
   check_floating(op, "weights", weights);
   check_dim(op, "input", input, 2);
@@ -90,6 +91,7 @@ Tensors<2> moe_take_tokens_backward_kernel(const at::Tensor& grad_input,
                                            const Group& group) {
   const char* op = "moe_take_tokens_backward";
   check_sizes(op, sizes, rank, group.size);
+  check_rank(op, rank, group);
   check_own_rows(op, "grad_input", grad_input, sizes, rank);
   check_own_rows(op, "grad_weights", grad_weights, sizes, rank);
   Tensors<2> none{at::empty({0}, grad_input.options()), at::empty({0}, grad_weights.options())};

@@ -21,6 +21,7 @@ namespace {
 TokensOfRanks tokens_of_ranks(const at::Tensor& ids, at::IntArrayRef tokens, int64_t rank,
                               const Group& group) {
   const int64_t total = check_sizes(kEmbedding, tokens, rank, group.size);
+  check_rank(kEmbedding, rank, group);
   TORCH_CHECK_VALUE(ids.dim() >= 1 && ids.size(-1) == total, kEmbedding, ": tokens ", tokens,
                     " are not those of each rank in ids of shape ", ids.sizes());
   TokensOfRanks of_ranks{total == 0 ? 0 : ids.numel() / total, {0}, rank};

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_samples import samples_of
+from op_samples import REGISTERED, op_of, samples_of
+from reference_ops import BOTH_PATHS, assert_all_raise
 from test_every_op import PUBLIC
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -578,6 +579,27 @@ def test_a_tensor_of_another_kind_is_refused_by_name(name):
                 op(*tree_unflatten([*before, value.unsqueeze(0), *behind], form))
             except ValueError as error:
                 assert re.match(f"{by}.*(dimensions|shape)", str(error))  # noqa: PT017 (or it is taken)
+
+
+OF_A_RANK = [
+    name
+    for name in REGISTERED
+    if {"rank", "group_name"} <= {each.name for each in op_of(name)._schema.arguments}
+    and name != "linear_vocab_cross_entropy"  # which gathers tokens by another of them
+]
+
+
+def _call_as_another_rank(group: ops.Group, name: str) -> None:
+    names = [each.name for each in op_of(name)._schema.arguments]
+    arguments = dict(zip(names, samples_of(name, group)[0], strict=True))
+    op_of(name)(*{**arguments, "rank": 1 - group.rank}.values())
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("name", OF_A_RANK)
+def test_the_rank_of_another_process_is_refused(name, aten):
+    text = " was given, but this process is rank "
+    assert_all_raise(_call_as_another_rank, name, error="ValueError", text=text, aten=aten)
 
 
 OPS = [name for name in ops.__all__ if name.islower()]
