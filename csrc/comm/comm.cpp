@@ -163,7 +163,8 @@ std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& 
     };
   }
   std::vector<at::Tensor> tensors{tensor};
-  auto work = process_group->allreduce(tensors);
+  const auto work =
+      in_process_group(op, process_group, [&] { return process_group->allreduce(tensors); });
   return
       [op, turn, work, tensors] { in_process_group(op, turn.group, [&] { return work->wait(); }); };
 }
@@ -258,31 +259,32 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   }
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<Message> arriving;
-  for (int64_t peer = 0; peer < group.size; ++peer) {
-    if (peer == process_group->getRank()) continue;
-    for (Message& message : messages_of(incoming[peer])) {
-      std::vector<at::Tensor> tensors{message.bytes};
-      works.push_back(process_group->recv(tensors, static_cast<int>(peer), 0));
-      arriving.push_back(std::move(message));
+  const auto send_and_receive = [&] {
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      if (peer == process_group->getRank()) continue;
+      for (Message& message : messages_of(incoming[peer])) {
+        std::vector<at::Tensor> tensors{message.bytes};
+        works.push_back(process_group->recv(tensors, static_cast<int>(peer), 0));
+        arriving.push_back(std::move(message));
+      }
     }
-  }
-  for (int64_t peer = 0; peer < group.size; ++peer) {
-    if (peer == process_group->getRank()) continue;
-    for (const Message& message : messages_of(outgoing[peer])) {
-      message.copy([](char* packed, char* span, int64_t size) { std::memcpy(packed, span, size); });
-      std::vector<at::Tensor> tensors{message.bytes};
-      works.push_back(process_group->send(tensors, static_cast<int>(peer), 0));
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      if (peer == process_group->getRank()) continue;
+      for (const Message& message : messages_of(outgoing[peer])) {
+        message.copy(
+            [](char* packed, char* span, int64_t size) { std::memcpy(packed, span, size); });
+        std::vector<at::Tensor> tensors{message.bytes};
+        works.push_back(process_group->send(tensors, static_cast<int>(peer), 0));
+      }
     }
-  }
-  const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
-  const auto wait = [&] {
+    const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
     for (const auto& work : works) work->wait(timeout);
   };
   // Whoever gives a time of its own finds out itself who is missing.
   if (own_timeout_s) {
-    wait();
+    send_and_receive();
   } else {
-    in_process_group(op, process_group, wait);
+    in_process_group(op, process_group, send_and_receive);
   }
   for (const Message& message : arriving) {
     message.copy([](char* packed, char* span, int64_t size) { std::memcpy(span, packed, size); });
