@@ -210,9 +210,11 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     ctx->mark_non_differentiable(constants);
   }
 
-  // As in torch's own nodes, an argument that no output with a gradient depends on gets none.
-  // Which outputs have one follows from the graph alone: all ranks built the same, or a hook of the
-  // user's cut it on one of them, so all leave out the exchange of a backward, or none.
+  // As in torch's own nodes, an argument that no output with a gradient depends on gets none. Which
+  // outputs have one follows from the graph alone. All ranks have built the same graph, so all of
+  // them leave out the exchange of a backward, or none; a hook that cuts the graph must do it on
+  // all ranks. The rule gets zeros for an output without a gradient, but nothing for one that can
+  // have none, such as ids.
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const auto is_defined = [](const at::Tensor& grad) { return grad.defined(); };
     const auto first = grad_outputs.begin(), end = grad_outputs.end();
@@ -226,10 +228,15 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     const auto& infos = static_cast<torch::autograd::CppNode<Rule>&>(*node).output_info_;
     at::OptionalDeviceGuard guard;
     variable_list with_zeros = grad_outputs;
+    bool complete = true;
     for (size_t i = 0; i < with_zeros.size(); ++i) {
-      if (!with_zeros[i].defined()) with_zeros[i] = infos[i].zeros(guard);
+      const bool can_have_one = torch::autograd::isDifferentiableType(infos[i].scalar_type);
+      if (with_zeros[i].defined() || !can_have_one) continue;
+      with_zeros[i] = infos[i].zeros(guard);
+      complete = false;
     }
     variable_list gradients = Rule::rule(forward, with_zeros);
+    if (complete) return gradients;
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (!gradients[i].defined()) continue;  // not of a tensor, or not needed
       const int output = Rule::output_of(i);

@@ -25,6 +25,7 @@ from op_samples import (
 )
 from reference_ops import BOTH_PATHS, aten_path, counted_both_ways, on_ranks
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from parallel_ext.ops import ALONE, Group, column_linear
@@ -144,6 +145,28 @@ def test_op_whose_outputs_get_no_gradient_gives_none(name, size):
 def test_layer_of_several_in_one_op_gets_a_gradient_only_of_its_own_output(name, size):
     for with_gradient in on_ranks(size, _leaves_with_gradient, name, 1):
         assert [i for i in with_gradient if i < 4] == [0, 2]
+
+
+class _DtypesOfZeros(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.zeros.default:
+            self.found.append(output.dtype)
+        return output
+
+
+@pytest.mark.parametrize("name", ["moe_router", "moe_dispatch"])
+def test_ids_get_no_gradient_of_zeros(name):
+    outputs = [each for each in op_of(name)(*samples_of(name, ALONE)[0]) if is_float(each)]
+    with _DtypesOfZeros() as zeros:
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    assert torch.int64 not in zeros.found
 
 
 def _outputs_with_gradient(group: Group, name: str, argument: int) -> list[int]:
