@@ -324,9 +324,12 @@ struct BlockRowLinear : Gradient<BlockRowLinear, block_row_linear, Saved<0, 1>> 
 void check_heads(const char* op, const char* name, const at::Tensor& tensor, int64_t head_dim,
                  int64_t times, bool repeated) {
   check_floating(op, name, tensor);
-  const int64_t unit = repeated ? head_dim * times : head_dim;
-  TORCH_CHECK_VALUE(head_dim >= 1 && times >= 1 && tensor.dim() >= 1 && tensor.size(-1) % unit == 0,
-                    op, ": ", name, " of shape ", tensor.sizes(), " is not of heads of ", head_dim,
+  int64_t unit = head_dim, repeats = 0;
+  const bool fits = head_dim >= 1 && times >= 1 && tensor.dim() >= 1 &&
+                    !__builtin_mul_overflow(std::max(head_dim, tensor.size(-1)), times, &repeats);
+  if (fits && repeated) unit *= times;
+  TORCH_CHECK_VALUE(fits && tensor.size(-1) % unit == 0, op, ": ", name, " of shape ",
+                    tensor.sizes(), " is not of heads of ", head_dim,
                     ", each of which can be repeated ", times, " times");
 }
 

@@ -149,8 +149,10 @@ at::Tensor mask(const MaskPart& part, const at::Tensor& like) {
 
 }  // namespace
 
-Dropout Dropout::parse(const char* op, double p, at::IntArrayRef counter, int64_t num_tokens) {
+Dropout Dropout::parse(const char* op, double p, at::IntArrayRef counter, const at::Tensor& rows) {
   constexpr int64_t kWord = int64_t{1} << 32;
+  constexpr int64_t kMostFeatures = kWord / kMaskLanes * kMaskBlock;  // whose draws are counted
+  const int64_t num_tokens = rows.size(0), num_features = rows.size(1);
   TORCH_CHECK_VALUE(0 <= p && p <= 1, op, ": dropout must be in [0, 1], got ", p);
   if (p == 0 && counter.empty()) return {0, 0, 0, 0, 0};
   TORCH_CHECK_VALUE(counter.size() == 4, op,
@@ -160,8 +162,9 @@ Dropout Dropout::parse(const char* op, double p, at::IntArrayRef counter, int64_
   TORCH_CHECK_VALUE(0 <= counter[2] && counter[2] <= kWord - num_tokens, op, ": the tokens from ",
                     counter[2], " of dropout_counter on, ", num_tokens,
                     " of them, leave [0, 2^32)");
-  TORCH_CHECK_VALUE(counter[3] >= 0, op, ": feature ", counter[3],
-                    " of dropout_counter is negative");
+  TORCH_CHECK_VALUE(0 <= counter[3] && counter[3] <= kMostFeatures - num_features, op,
+                    ": the features from ", counter[3], " of dropout_counter on, ", num_features,
+                    " of them, leave [0, 2^35)");
   return {p, static_cast<uint64_t>(counter[0]), counter[1], counter[2], counter[3]};
 }
 
@@ -232,7 +235,7 @@ at::Tensor dropped(const char* op, const at::Tensor& input, double p, at::IntArr
   check_floating(op, "input", input);
   TORCH_CHECK_VALUE(input.dim() >= 1, op, ": input must have a dimension of features");
   const at::Tensor rows = as_matrix(input).contiguous();
-  const auto dropout = Dropout::parse(op, p, counter, rows.size(0));
+  const auto dropout = Dropout::parse(op, p, counter, rows);
   at::Tensor output = at::empty_like(rows);
   drop(dropout, 0, rows, output, dropout.scale());
   return output.view(input.sizes());

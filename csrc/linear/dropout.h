@@ -15,9 +15,9 @@ struct Dropout {
   int64_t token;    // global index of the first row
   int64_t feature;  // global index of the first column
 
-  // From the arguments of the ops: p, and {key, step, token, feature}, which may be empty for
-  // p = 0.
-  static Dropout parse(const char* op, double p, at::IntArrayRef counter, int64_t num_tokens);
+  // From the arguments of the ops for `rows` [T, K]: p, and {key, step, token, feature}, which may
+  // be empty for p = 0.
+  static Dropout parse(const char* op, double p, at::IntArrayRef counter, const at::Tensor& rows);
 
   // An element is dropped when its 16 random bits are below this.
   uint32_t threshold() const;

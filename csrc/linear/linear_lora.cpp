@@ -76,7 +76,7 @@ Tensors<2> lora_linear_forward_kernel(const at::Tensor& input, const at::Tensor&
                                       const Group& group) {
   const char* op = "lora_linear";
   check_lora_linear(op, input, weight, lora_a, lora_b, bias);
-  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, as_matrix(input).size(0));
+  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, as_matrix(input));
   const at::Tensor rows = rows_of(input, dropout);
   const auto dtype = dtype_of_adapter(input);
   at::Tensor lora_a_out = lora_a_out_of(rows.to(dtype), lora_a.to(dtype), dropout);
@@ -134,9 +134,8 @@ Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::
   const char* op = "lora_linear_backward";
   check_lora_linear(op, input, weight, lora_a, lora_b, {});
   check_grad_output(op, grad_output, input, weight);
-  const int64_t num_tokens = as_matrix(input).size(0);
-  check_shape(op, "lora_a_out", lora_a_out, {lora_a.size(0), num_tokens});
-  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, num_tokens);
+  check_shape(op, "lora_a_out", lora_a_out, {lora_a.size(0), as_matrix(input).size(0)});
+  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, as_matrix(input));
   const at::Tensor grad_rows = as_matrix(grad_output), rows = rows_of(input, dropout);
   const auto nothing = [](const at::Tensor& like) { return at::empty({0}, like.options()); };
   at::Tensor grad_input = nothing(input), grad_weight = nothing(weight),

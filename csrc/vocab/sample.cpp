@@ -52,6 +52,7 @@ void check_logits(const char* op, const at::Tensor& logits, int64_t vocab_size, 
                   int64_t vocab_stop) {
   check_floating(op, "logits", logits);
   check_dim(op, "logits", logits, 2);
+  TORCH_CHECK_VALUE(vocab_size >= 1, op, ": vocab_size must be at least 1, got ", vocab_size);
   check_vocab_range(op, "logits", logits.size(1), vocab_size, vocab_start, vocab_stop);
 }
 

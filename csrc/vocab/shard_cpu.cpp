@@ -307,9 +307,8 @@ void fill_stats(const VocabShard& shard, const StatsRows& rows, at::Tensor& part
       constexpr wide_t kNaN = std::numeric_limits<wide_t>::quiet_NaN();
       put(StatsRows::kMax, of_row.found_nan ? kNaN : of_row.max);
       put(StatsRows::kSum, static_cast<wide_t>(of_row.sum));
-      const int64_t label = labels[token] - shard.vocab_start;
-      const bool own = 0 <= label && label < task.size;
-      put(StatsRows::kTarget, own ? to_z(widen(row[label]), task.scale, task.cap) : 0);
+      const int64_t label = column_of(labels[token], shard.vocab_start, task.size);
+      put(StatsRows::kTarget, label >= 0 ? to_z(widen(row[label]), task.scale, task.cap) : 0);
       if (task.smooth) {
         put(rows.smooth, static_cast<wide_t>(of_row.smooth));
         put(rows.smooth + 1, static_cast<wide_t>(of_row.weight));
@@ -349,8 +348,7 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const 
         std::fill(grad, grad + task.size, scalar_t(0));
         continue;
       }
-      const int64_t column = labels[token] - shard.vocab_start;
-      const int64_t label = 0 <= column && column < task.size ? column : -1;
+      const int64_t label = column_of(labels[token], shard.vocab_start, task.size);
       const scalar_t* row = logits + token * stride;
       const bool uniform = row_factors.column == 0 || task.weight == nullptr;
       if (task.holds_logits && uniform && row_factors.entropy == 0) {

@@ -276,12 +276,12 @@ __device__ void put_stats(const ShardOnCuda<scalar_t>& shard, const StatsRows& r
   const auto put = [&](int64_t row, wide_t value) {
     partial_stats[row * shard.num_tokens + token] = value;
   };
-  const int64_t label = shard.labels[token] - shard.vocab_start;
-  const bool own = 0 <= label && label < shard.size;
+  const int64_t label = column_of(shard.labels[token], shard.vocab_start, shard.size);
   put(StatsRows::kMax, part.found_nan ? std::numeric_limits<wide_t>::quiet_NaN() : part.max);
   put(StatsRows::kSum, static_cast<wide_t>(part.sum));
   put(StatsRows::kTarget,
-      own ? to_z(widen(shard.logits[token * shard.stride + label]), shard.scale, shard.cap) : 0);
+      label >= 0 ? to_z(widen(shard.logits[token * shard.stride + label]), shard.scale, shard.cap)
+                 : 0);
   if (rows.smooth >= 0) {
     put(rows.smooth, static_cast<wide_t>(part.smooth));
     put(rows.smooth + 1, static_cast<wide_t>(part.weight));
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kBlockThreads, kMoreBlocks)
     if (token >= shard.num_tokens) return;
     const Factors<wide_t> factor(normalizer, factors, shard.num_tokens, token);
     const bool all_zero = factor.all_zero();
-    const int64_t label = shard.labels[token] - shard.vocab_start;
+    const int64_t label = column_of(shard.labels[token], shard.vocab_start, shard.size);
     const scalar_t* row = shard.logits + token * shard.stride;
     scalar_t* out = grad_logits + token * grad_stride;
     for_row<size, 2>(row, shard.size, !all_zero, [&](int64_t column, const auto& logits) {

@@ -36,6 +36,11 @@ struct GradientRows {
   static constexpr int64_t kProbability = 0, kColumn = 1, kLabel = 2, kEntropy = 3, kCount = 4;
 };
 
+// The column of a label in a shard of `size` ids, or -1; an ignored label may be any number.
+PARALLEL_EXT_INLINE int64_t column_of(int64_t label, int64_t vocab_start, int64_t size) {
+  return vocab_start <= label && label < vocab_start + size ? label - vocab_start : -1;
+}
+
 // Rows of the normalizer, wide: the maximum of z over the whole vocabulary, the log of the sum of
 // exp(z - maximum), and the entropy where it was asked for.
 inline constexpr int64_t kRowsWithoutEntropy = 2, kRowsWithEntropy = 3;

@@ -268,7 +268,11 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
                     *(1, 2**32 - 1, 0),
                 ),
                 "the tokens from 9223372036854775807": (1, 2**63 - 1, 0),
-                "feature -1 of dropout_counter is negative": (1, 0, -1),
+                "the features from -1 of dropout_counter on, 5 of them, leave [0, 2^35)": (
+                    *(1, 0, -1),
+                ),
+                "the features from 34359738364 of dropout_counter on, 5 of": (1, 0, 2**35 - 4),
+                "the features from 9223372036854775807": (1, 0, 2**63 - 1),
             }.items()
         ),
     ],
@@ -416,10 +420,21 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         ("ValueError: rank 0 holds 4 of the 4 blocks, got 2", {"num_blocks": 4}),
     ],
+    "vocab_sample": [
+        (
+            "ValueError: vocab_size must be at least 1, got 0",
+            {"logits": ONES(4, 0), "vocab_size": 0, "vocab_stop": 0, "top_k": 0, "top_p": 0.5},
+        ),
+    ],
     "repeat_heads": [
+        ("ValueError: input of shape [2, 6] is not of heads of 3, each", {"times": 2**62}),
         ("ValueError: input of shape [2, 6] is not of heads of 4", {"head_dim": 4}),
     ],
     "repeat_heads_backward": [
+        (
+            "ValueError: grad_output of shape [2, 12] is not of heads of 4294967296",
+            {"head_dim": 2**32, "times": 2**32},
+        ),
         ("ValueError: grad_output of shape [2, 12] is not of heads of 5", {"head_dim": 5}),
     ],
 }

@@ -148,7 +148,7 @@ def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, floa
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 9])
+@pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 9, -(2**63)])
 def test_ignored_tokens_are_as_in_torch(ignore_index, aten):
     """Also inside the vocabulary, just past it, and when nothing is left to average."""
     assert_within(on_ranks(3, _errors_of_ignored_tokens, ignore_index, aten=aten))
