@@ -58,12 +58,22 @@ std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_s
 
 using Buffers = std::vector<std::vector<py::buffer>>;
 
-std::vector<std::vector<parallel_ext::Span>> spans_of(const Buffers& buffers) {
+std::vector<std::vector<parallel_ext::Span>> spans_of(const char* name, const Buffers& buffers,
+                                                      int64_t group_size, bool writable) {
+  if (static_cast<int64_t>(buffers.size()) != group_size) {
+    throw py::value_error("swap_bytes: " + std::string(name) + " has lists for " +
+                          std::to_string(buffers.size()) + " ranks in a group of " +
+                          std::to_string(group_size));
+  }
   std::vector<std::vector<parallel_ext::Span>> spans;
   for (const auto& of_rank : buffers) {
     auto& own = spans.emplace_back();
     for (const py::buffer& buffer : of_rank) {
-      const py::buffer_info info = buffer.request();
+      const py::buffer_info info = buffer.request(writable);
+      if (!PyBuffer_IsContiguous(info.view(), 'C')) {
+        throw py::value_error("swap_bytes: a buffer of " + std::string(name) +
+                              " is not contiguous; pass a contiguous copy");
+      }
       own.push_back({info.ptr, static_cast<int64_t>(info.size * info.itemsize)});
     }
   }
@@ -72,7 +82,8 @@ std::vector<std::vector<parallel_ext::Span>> spans_of(const Buffers& buffers) {
 
 void swap_bytes(const Buffers& outgoing, const Buffers& incoming, int64_t group_size,
                 const std::string& group_name, double timeout_s) {
-  const auto out = spans_of(outgoing), in = spans_of(incoming);
+  const auto out = spans_of("outgoing", outgoing, group_size, /*writable=*/false);
+  const auto in = spans_of("incoming", incoming, group_size, /*writable=*/true);
   py::gil_scoped_release no_gil;
   parallel_ext::swap_bytes("swap_bytes", out, in, {group_size, group_name}, timeout_s);
 }

@@ -139,7 +139,7 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
   const at::Tensor flat = ids.flatten();
   const auto [counts, sources, slot_of] = sorted(flat, num_experts);
   const at::Tensor slots = slot_of.view(ids.sizes());
-  const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
+  const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : at::empty_like(sources);
   if (num_ranks == 1) {  // each choice is a row, and the host may never read the counts
     if (use_cuda_kernel(ids)) {
       at::_assert_async(counts.sum() == size, "moe_route_plan: an id is of no expert");

@@ -563,6 +563,21 @@ def _wrong_swap(group: Group, sent: list[int], expected: list[int]) -> None:
     _C.swap_bytes(outgoing, incoming, own.size, own.name, 5.0)
 
 
+BUFFERS = {
+    "outgoing has lists for 1 ranks in a group of 2": ([[]], [[], []]),
+    "incoming has lists for 3 ranks in a group of 2": ([[], []], [[], [], []]),
+    "a buffer of outgoing is not contiguous": ([[], [memoryview(b"abcd")[::2]]], [[], []]),
+    "a buffer of incoming is not contiguous": ([[], []], [[], [memoryview(bytearray(4))[::2]]]),
+    "not writable": ([[], []], [[], [b"abcd"]]),
+}
+
+
+@pytest.mark.parametrize("words", BUFFERS)
+def test_buffers_that_a_swap_cannot_fill_or_read_are_refused(words):
+    with pytest.raises((ValueError, BufferError), match=words):
+        _C.swap_bytes(*BUFFERS[words], 2, "nowhere", 5.0)
+
+
 @pytest.mark.parametrize(
     ("sent", "expected"), [([4, 8], [4, 8]), ([8, 8], [4, 8]), ([4, 8], [8, 8])]
 )

@@ -91,3 +91,10 @@ def test_a_token_is_sent_once_only_where_that_saves_bytes(row_bytes, sent):
     assert plan.rows_per_rank.tolist() == [0, sent]
     at_home = moe_route_plan(torch.tensor([[1, 2]]), [1, 2], row_bytes, 1)
     assert at_home.rows_per_rank.tolist() == [0, 2]
+
+
+@BOTH_PATHS
+def test_the_tensors_of_a_plan_without_choices_are_different_ones(aten):
+    with aten_path(aten):
+        plan = moe_route_plan(torch.zeros(3, 0, dtype=torch.int64), [5], 4096, 0)
+    assert plan.sources is not plan.tokens
