@@ -59,6 +59,7 @@ class Op<Name, Returned(Args...)> {
   using Fields =
       decltype(std::tuple_cat(std::declval<typename SchemaArguments<Args>::Fields>()...));
   static constexpr const char* kName = Name::kName;
+  static constexpr const char* kShortName = Name::kShortName;  // as errors say it
 
   Result operator()(Args... args) const {
     return call(std::tuple_cat(SchemaArguments<Args>::split(args)...));
@@ -80,6 +81,7 @@ class Op<Name, Returned(Args...)> {
 #define PARALLEL_EXT_OP(name, ...)                               \
   struct name##_name {                                           \
     static constexpr const char* kName = "parallel_ext::" #name; \
+    static constexpr const char* kShortName = #name;             \
   };                                                             \
   inline constexpr Op<name##_name, __VA_ARGS__> name {}
 

@@ -16,7 +16,9 @@
 namespace parallel_ext {
 
 inline constexpr int kBlockThreads = 256;
-inline constexpr int kLeastBlocks = 3;  // of a multiprocessor: left free, ptxas spills to fit more
+// So many blocks are to fit on a multiprocessor at least, for __launch_bounds__. Left free, CUDA's
+// assembler makes room for more: it keeps fewer values in registers, and the others in memory.
+inline constexpr int kLeastBlocks = 3;
 
 __device__ __forceinline__ GridThread this_thread() {
   return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x,

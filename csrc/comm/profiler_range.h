@@ -21,7 +21,7 @@ namespace parallel_ext {
 class ProfilerRange {
  public:
   ProfilerRange(const char* kind, int64_t bytes, const c10d::ProcessGroup& group);
-  // Nothing for a group of one rank. Throws if no live group has this name and size.
+  // Nothing for a rank alone. Throws if no live group has this name and size.
   ProfilerRange(const char* kind, int64_t bytes, const Group& group);
 
  private:

@@ -11,7 +11,7 @@ namespace parallel_ext {
 struct Dropout {
   double p;         // probability of a zero; used as the nearest multiple of 2^-16
   uint64_t key;     // one for each layer
-  int64_t step;     // the training step
+  int64_t step;     // number of the layer's forward
   int64_t token;    // global index of the first row
   int64_t feature;  // global index of the first column
 

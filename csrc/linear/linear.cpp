@@ -216,7 +216,7 @@ struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>
 };
 
 // The output is replicated and so is its gradient: the local product is this rank's own shard of
-// the input's gradient, which is what column_linear_backward computes in a group of one.
+// the input's gradient, which is what column_linear_backward computes for a rank alone.
 struct RowLinear : Gradient<RowLinear, row_linear, Saved<0, 1>> {
   using InputFor = Saved<1>;
 

@@ -2,8 +2,8 @@
 //
 // Shapes: T tokens, K features of the input, F of the output, H hidden. "Replicated" means equal on
 // all ranks of the group, "sharded" that each rank holds its own range, "partial" that the sum over
-// the ranks is the value. A group of size 1 communicates nothing. Gradients that are not `needed`
-// are [0]. A Group stands for two arguments of the schema, its size and its name.
+// the ranks is the value. A rank alone (no group) communicates nothing. Gradients that are not
+// `needed` are [0]. A Group stands for two arguments of the schema, its size and its name.
 #pragma once
 
 #include <array>
@@ -48,7 +48,7 @@ PARALLEL_EXT_OP(sum_tokens, at::Tensor(const at::Tensor& partial, at::IntArrayRe
 
 // replicated input [..., K], weight rows [F, K] of this rank -> sharded [..., F], in rows of
 // `row_stride` >= F elements. Backward: the input's gradient is summed over the group while the
-// weight's is computed. With a group of size 1 that sum is left to the caller (copy_to_region).
+// weight's is computed. Of a rank alone that sum is left to the caller (copy_to_region).
 PARALLEL_EXT_OP(column_linear, at::Tensor(const at::Tensor& input, const at::Tensor& weight,
                                           const std::optional<at::Tensor>& bias, int64_t row_stride,
                                           const Group& group));
@@ -187,9 +187,9 @@ PARALLEL_EXT_OP(seeded_dropout_backward, at::Tensor(const at::Tensor& grad_outpu
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:
 // input weight^T + scale (dropout(input) lora_a^T) lora_b^T. The mask is that of seeded_dropout;
-// its counter is {} where the probability is 0. Row-parallel (a group larger than one): weight and
+// its counter is {} where the probability is 0. Row-parallel (a group): weight and
 // lora_a are sharded by columns; the partial results are summed over the group, then the replicated
-// bias is added. Column-parallel (a group of one): weight and lora_b are sharded by rows; the
+// bias is added. Column-parallel (a rank alone): weight and lora_b are sharded by rows; the
 // gradients of the replicated input and of lora_a are partial.
 PARALLEL_EXT_OP(lora_linear,
                 at::Tensor(const at::Tensor& input, const at::Tensor& weight,

@@ -164,7 +164,7 @@ at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, i
 template <const auto& op>
 at::Tensor own_tokens_meta(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank,
                            const Group& group) {
-  check_sizes(op.kName, sizes, rank, group.size);
+  check_sizes(op.kShortName, sizes, rank, group.size);
   return empty_with(input, -2, sizes[rank]);
 }
 

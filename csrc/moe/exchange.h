@@ -2,8 +2,9 @@
 // the experts, and back. A *slot* is the position of a choice among all choices of a rank, in the
 // order of (expert, token, choice); a *place* is the position of a row in the input of the experts,
 // in the order of (expert, rank that the row comes from, slot). A message to a rank holds either
-// one row for each slot, or one for each token, in the order of the token's first slot, followed by
-// the number of the row that each slot uses.
+// one row for each slot, or one for each token, in the order of the token's first slot, and then
+// also the number of the row that each slot uses; and the weights of the slots. The loops of the
+// CPU and the ATen calls put these parts in different orders.
 #pragma once
 
 #include <ATen/core/Tensor.h>

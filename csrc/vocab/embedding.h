@@ -27,8 +27,8 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size);
 void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
                      int64_t vocab_start, std::optional<int64_t> padding_idx);
 
-// The boundaries of the ranks' rows, after a check of this rank's `num_rows`; {} for a group of
-// one, which does not need them. `sizes` are the rows of each rank, {} for those of split().
+// The boundaries of the ranks' rows, after a check of this rank's `num_rows`; {} for a rank
+// alone, which does not need them. `sizes` are the rows of each rank, {} for those of split().
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t vocab_size,
                                int64_t vocab_start, const Group& group);
 

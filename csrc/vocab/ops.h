@@ -16,7 +16,7 @@ namespace parallel_ext {
 
 // replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H], sizes
 // [ranks] the rows of every rank, empty for those of split() -> replicated [..., H], the bits of
-// the rows. A group of one gives zeros for the rows of other ranks and ignores `sizes`. Row
+// the rows. A rank alone gives zeros for the rows of other ranks and ignores `sizes`. Row
 // `padding_idx` (global), if given, gets no gradient.
 PARALLEL_EXT_OP(vocab_embedding,
                 at::Tensor(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,

@@ -1,5 +1,6 @@
-// The two passes of sampling over a shard of the logits that have a CPU loop, with vocab/sample.cpp
-// for what lies between them; and all of it by CUDA kernels.
+// What sampling from sharded logits is made of. Two passes read a rank's shard: one sums up masses,
+// one draws. Each is there as CPU loops and as ATen calls; vocab/sample.cpp calls them and does the
+// rest. Where the build has CUDA kernels, these do all of it on a GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

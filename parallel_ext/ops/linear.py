@@ -21,9 +21,9 @@ class Dropout(NamedTuple):
     Attributes:
         p: probability of a zero, in [0, 1]; in effect the nearest multiple of 2^-16.
         key: of the layer's masks: 63 bits.
-        step: of training, in [0, 2^32).
+        step: number of the layer's forward, in [0, 2^32).
         token: global index of the first token, the last one below 2^32.
-        feature: global index of the first feature.
+        feature: global index of the first feature, the last one below 2^35.
     """
 
     p: float

@@ -32,7 +32,7 @@ def vocab_embedding(
         sizes: rows of each rank, in rank order; None for those of :func:`layout.split`.
         tokens: how many of the last dimension of ``ids`` each rank keeps, in rank order, zeros
             allowed; None where every rank is given the rows of all.
-        group: the tensor-parallel group; a group of one gives zeros for rows that it has not.
+        group: the tensor-parallel group; ALONE gives zeros for rows that it has not.
 
     Returns:
         [..., H] in the dtype of ``weight``, replicated, the bits of the rows. One exchange in

@@ -227,7 +227,8 @@ def linear_vocab_cross_entropy(
         with ``softcap`` as for a head that is trained.
 
         With ``tokens`` the forward gathers the hidden states, and the input's gradient is
-        reduce-scattered where it is computed, so that only own tokens are kept for backward.
+        reduce-scattered where it is computed. What a trained head keeps for backward is then of own
+        tokens only; what a frozen head keeps, [T, H] in fp32, is of all tokens.
 
         Memory beyond gradients: a tile, [T, H] numbers in fp32, and for a trained head in bf16 or
         fp16 its gradient in fp32, in which it is summed.

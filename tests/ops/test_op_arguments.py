@@ -448,6 +448,7 @@ def _assert_refused(call: Callable[[], Any], name: str, words: str) -> None:
         call()
     assert type(raised.value).__name__ == error
     assert str(raised.value).startswith(name)
+    assert "parallel_ext::" not in str(raised.value)
     assert text in str(raised.value)
     assert time.process_time() - before < 2
 
