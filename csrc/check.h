@@ -7,6 +7,9 @@
 
 namespace parallel_ext {
 
+inline constexpr const char* kNoSecondDerivative =
+    ": second derivatives are not implemented; call backward without create_graph=True";
+
 // The dtype in which sums of the tensor's numbers are computed.
 inline at::ScalarType wide_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "op.h"
 
 namespace parallel_ext {
@@ -259,8 +260,7 @@ inline void refuse_second_derivative(const char* op, const variable_list& tensor
   if (!at::GradMode::is_enabled()) return;
   for (const auto& tensor : tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor.defined() || !tensor.requires_grad(), op,
-                                ": second derivatives are not implemented; call backward without "
-                                "create_graph=True");
+                                kNoSecondDerivative);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "check.h"
 #include "vocab/loss.h"
 
 namespace {
@@ -85,9 +86,8 @@ void refuse_second_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet
     const bool has_tangent = tensor._fw_grad(0).defined();
     if ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent) {
       const std::string name = short_name(op);
-      C10_THROW_ERROR(NotImplementedError, name.substr(0, name.find("_backward")) +
-                                               ": second derivatives are not implemented; call "
-                                               "backward without create_graph=True");
+      TORCH_CHECK_NOT_IMPLEMENTED(false, name.substr(0, name.find("_backward")),
+                                  parallel_ext::kNoSecondDerivative);
     }
     const auto* alias = arguments[i].alias_info();
     if (alias != nullptr && alias->isWrite()) written.push_back(tensor);

@@ -26,6 +26,8 @@ __device__ __forceinline__ GridThread this_thread() {
           int64_t{gridDim.y} * blockDim.y};
 }
 
+inline constexpr unsigned kAllLanes = 0xffffffffu;  // of a warp, for shuffles
+
 struct GridShape {
   dim3 blocks, threads;
 };
@@ -138,6 +140,16 @@ PARALLEL_EXT_INLINE const Pack<scalar_t, size>* packs(const scalar_t* data) {
 template <int size, typename scalar_t>
 PARALLEL_EXT_INLINE Pack<scalar_t, size>* packs(scalar_t* data) {
   return reinterpret_cast<Pack<scalar_t, size>*>(data);
+}
+
+// Rounds the numbers of a pack and stores them at once.
+template <typename scalar_t, int size>
+__device__ __forceinline__ void store_pack(const wide_of<scalar_t> (&numbers)[size],
+                                           Pack<scalar_t, size>* out) {
+  Pack<scalar_t, size> pack;
+  PARALLEL_EXT_UNROLL
+  for (int j = 0; j < size; ++j) store(numbers[j], pack.value + j);
+  *out = pack;
 }
 
 }  // namespace parallel_ext

@@ -26,4 +26,13 @@ int64_t sum_of(const Numbers& numbers) {
   return sum;
 }
 
+// Where the parts of these sizes start that follow each other, and where the last one stops.
+// Arguments are refused before as for sum_of.
+template <typename Sizes>
+std::vector<int64_t> starts_of(const Sizes& sizes) {
+  std::vector<int64_t> starts{0};
+  for (const int64_t size : sizes) starts.push_back(starts.back() + size);
+  return starts;
+}
+
 }  // namespace parallel_ext

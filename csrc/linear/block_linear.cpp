@@ -278,10 +278,6 @@ at::Tensor block_row_linear_kernel(const at::Tensor& input, const at::Tensor& we
   return output.view(with_last(input.sizes(), weight.size(0)));
 }
 
-at::Tensor block_row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
-  return empty_with(input, -1, weight.sym_size(0));
-}
-
 // Local: the output is replicated, and so is its gradient.
 Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
                                             const at::Tensor& weight, at::IntArrayRef bounds,
@@ -387,7 +383,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .meta<block_linears_backward_meta>();
   implement<block_row_linear>(library)
       .kernel<block_row_linear_kernel>()
-      .meta<block_row_linear_meta>()
+      .meta<row_linear_meta>()
       .gradient<BlockRowLinear>()
       .autocast<0, 1, 2>();
   implement<block_row_linear_backward>(library)

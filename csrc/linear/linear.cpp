@@ -19,6 +19,20 @@
 namespace parallel_ext {
 namespace {
 
+int64_t at_least_one(int64_t size) { return std::max<int64_t>(size, 1); }
+c10::SymInt at_least_one(const c10::SymInt& size) { return size.max(1); }
+
+// The strides of a tensor whose rows, of its last dimension, are `row_stride` elements apart.
+template <typename Int>
+std::vector<Int> strides_of_rows(const std::vector<Int>& shape, Int row_stride) {
+  std::vector<Int> strides(shape.size(), 1);
+  for (size_t dim = shape.size() - 1; dim-- > 0;) {
+    strides[dim] = row_stride;
+    row_stride = row_stride * at_least_one(shape[dim]);
+  }
+  return strides;
+}
+
 // input [..., K] times weight [F, K], plus bias [F] -> [..., F], in rows of `row_stride` elements.
 at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
                    const std::optional<at::Tensor>& bias, int64_t row_stride) {
@@ -30,27 +44,13 @@ at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
     bias ? at::addmm_out(output, *bias, rows, weight.t()) : at::mm_out(output, rows, weight.t());
   }
   const std::vector<int64_t> shape = with_last(input.sizes(), features);
-  std::vector<int64_t> strides(shape.size());
-  int64_t stride = row_stride;
-  strides.back() = 1;
-  for (auto dim = static_cast<int64_t>(shape.size()) - 2; dim >= 0; --dim) {
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(shape[dim], 1);
-  }
-  return output.as_strided(shape, strides);
+  return output.as_strided(shape, strides_of_rows(shape, row_stride));
 }
 
 at::Tensor columns_meta(const at::Tensor& input, const at::Tensor& weight,
                         const c10::SymInt& row_stride) {
   const auto shape = shape_with(input, -1, weight.sym_size(0));
-  auto strides = shape;
-  c10::SymInt stride = row_stride;
-  strides.back() = 1;
-  for (auto dim = static_cast<int64_t>(shape.size()) - 2; dim >= 0; --dim) {
-    strides[dim] = stride;
-    stride = stride * shape[dim].max(1);
-  }
-  return at::empty_strided_symint(shape, strides, input.options());
+  return at::empty_strided_symint(shape, strides_of_rows(shape, row_stride), input.options());
 }
 
 at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
@@ -182,10 +182,6 @@ at::Tensor row_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
   all_reduce_sum("row_linear", output, group);  // numel(output), every rank
   if (bias) output.add_(*bias);
   return output.view(with_last(input.sizes(), weight.size(0)));
-}
-
-at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
-  return empty_with(input, -1, weight.sym_size(0));
 }
 
 struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {

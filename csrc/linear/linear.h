@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/empty.h"
 #include "check.h"
 
 namespace parallel_ext {
@@ -37,6 +38,11 @@ inline void fill_gaps(const at::Tensor& matrix) {
       .as_strided({matrix.size(0) - 1, gap}, matrix.strides(),
                   matrix.storage_offset() + matrix.size(1))
       .zero_();
+}
+
+// Of ops whose output has all features of the weight [F, K].
+inline at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
+  return empty_with(input, -1, weight.sym_size(0));
 }
 
 // `name` is what errors call the weight.

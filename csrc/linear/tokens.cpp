@@ -29,6 +29,7 @@ class Tokens {
          int64_t rank, const Group& group, bool all)
       : sizes_(sizes), rank_(rank) {
     const int64_t total = check_sizes(op, sizes, rank, group.size);
+    starts_ = starts_of(sizes);
     check_rank(op, rank, group);
     const int64_t expected = all ? total : sizes[rank];
     check_floating(op, name, tensor);
@@ -38,8 +39,6 @@ class Tokens {
     shape_ = tensor.sizes().vec();
     hidden_ = shape_.back();
     for (size_t i = 0; i + 2 < shape_.size(); ++i) sequences_ *= shape_[i];
-    for (int64_t each = 0; each <= group.size; ++each)
-      starts_.push_back(sum_of(sizes.slice(0, each)));
   }
 
   int64_t own() const { return sizes_[rank_]; }

@@ -104,12 +104,6 @@ namespace {
 
 using Spans = std::vector<std::vector<Span>>;
 
-std::vector<int64_t> firsts(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> first{0};
-  for (const int64_t count : counts) first.push_back(first.back() + count);
-  return first;
-}
-
 // The exchange of the CPU: rows are copied from their tensor straight to their place in the other
 // rank's tensor.
 class Exchange {
@@ -118,9 +112,9 @@ class Exchange {
       : layout_(layout),
         places_(layout.places),
         slots_(layout.send_slots),
-        first_slot_(firsts(layout.send_slots)),
-        first_row_(firsts(layout.send_rows)),
-        first_origin_(firsts(layout.receive_rows)),
+        first_slot_(starts_of(layout.send_slots)),
+        first_row_(starts_of(layout.send_rows)),
+        first_origin_(starts_of(layout.receive_rows)),
         out_(layout.group.size),
         in_(layout.group.size) {}
 

@@ -13,7 +13,6 @@ namespace {
 // A warp serves a token. A lane reads every 32nd logit, again whenever it needs a probability: the
 // row stays in the cache, and no number of experts or choices needs more registers.
 constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename number_t>
 __device__ __forceinline__ number_t from_lane(number_t value, int mask) {

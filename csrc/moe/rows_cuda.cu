@@ -37,10 +37,7 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
       PARALLEL_EXT_UNROLL
       for (int i = 0; i < size; ++i) total[i] += widen(part.value[i]);
     }
-    Pack<scalar_t, size> sum;
-    PARALLEL_EXT_UNROLL
-    for (int i = 0; i < size; ++i) store(total[i], sum.value + i);
-    out[row * columns + column] = sum;
+    store_pack<scalar_t, size>(total, out + row * columns + column);
   });
 }
 

@@ -15,8 +15,6 @@ namespace parallel_ext {
 namespace {
 
 constexpr const char* kLogitsLoss = "vocab_cross_entropy";
-using MaybeTensor = std::optional<at::Tensor>;
-
 Tensors<5> logits_loss_forward(const at::Tensor& logits, const at::Tensor& labels,
                                std::array<bool, 3> wanted, const Group& group,
                                const VocabLoss& loss) {

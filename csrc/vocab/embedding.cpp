@@ -34,7 +34,7 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t 
                                int64_t vocab_start, const Group& group) {
   if (group.alone()) return {};
   const int64_t rank = rank_in_group(kEmbedding, group);  // refuses a group that does not exist
-  std::vector<int64_t> bounds{0};
+  std::vector<int64_t> bounds;
   if (sizes.empty()) {
     bounds = split(vocab_size, group.size, 1);
   } else {
@@ -42,7 +42,7 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t 
                      sum_of_counts(kEmbedding, "sizes", sizes) == vocab_size;
     TORCH_CHECK_VALUE(fit, kEmbedding, ": sizes ", sizes, " are not the rows of each of ",
                       group.size, " ranks, of ", vocab_size, " in all");
-    for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
+    bounds = starts_of(sizes);
   }
   TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + num_rows,
                     kEmbedding, ": the ", num_rows, " rows from ", vocab_start,
@@ -195,11 +195,6 @@ at::Tensor vocab_embedding_backward_cpu(const at::Tensor& grad_output_in, const 
                                         vocab_start, padding_idx);
 }
 
-at::Tensor vocab_embedding_backward_meta(const at::Tensor& grad_output, const at::Tensor&,
-                                         c10::SymInt num_rows) {
-  return at::empty_symint({num_rows, grad_output.sym_size(-1)}, grad_output.options());
-}
-
 struct VocabEmbedding : Gradient<VocabEmbedding, vocab_embedding, Saved<0>> {
   static variable_list rule(const ForwardCall<vocab_embedding>& forward,
                             const variable_list& grads) {
@@ -222,7 +217,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<vocab_embedding_backward>(library)
       .kernel<vocab_embedding_backward_aten>()
       .on<vocab_embedding_backward_cpu>(c10::DispatchKey::CPU)
-      .meta<vocab_embedding_backward_meta>();
+      .meta<embedding_backward_meta>();
 }
 
 }  // namespace parallel_ext

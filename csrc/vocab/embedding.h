@@ -2,10 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/comm.h"
@@ -31,6 +33,12 @@ void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
 // alone, which does not need them. `sizes` are the rows of each rank, {} for those of split().
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t vocab_size,
                                int64_t vocab_start, const Group& group);
+
+// Of both backward ops.
+inline at::Tensor embedding_backward_meta(const at::Tensor& grad_output, const at::Tensor&,
+                                          c10::SymInt num_rows) {
+  return at::empty_symint({std::move(num_rows), grad_output.sym_size(-1)}, grad_output.options());
+}
 
 // --- The loops, whose arguments were checked ---
 

@@ -68,14 +68,6 @@ __device__ int64_t part_of(int64_t first, int64_t size) {
   return 2 * (first / SortedRows::kChunk) + (size < SortedRows::kChunk ? 1 : 0);
 }
 
-template <typename scalar_t, int size>
-__device__ void store_pack(const wide_of<scalar_t> (&total)[size], Pack<scalar_t, size>* out) {
-  Pack<scalar_t, size> pack;
-  PARALLEL_EXT_UNROLL
-  for (int j = 0; j < size; ++j) store(total[j], pack.value + j);
-  *out = pack;
-}
-
 // A chunk is summed where it begins. A row that is one chunk is done.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)

@@ -7,6 +7,7 @@
 
 #include "base/empty.h"
 #include "base/kernel_choice.h"
+#include "base/layout.h"
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -24,9 +25,7 @@ TokensOfRanks tokens_of_ranks(const at::Tensor& ids, at::IntArrayRef tokens, int
   check_rank(kEmbedding, rank, group);
   TORCH_CHECK_VALUE(ids.dim() >= 1 && ids.size(-1) == total, kEmbedding, ": tokens ", tokens,
                     " are not those of each rank in ids of shape ", ids.sizes());
-  TokensOfRanks of_ranks{total == 0 ? 0 : ids.numel() / total, {0}, rank};
-  for (const int64_t size : tokens) of_ranks.starts.push_back(of_ranks.starts.back() + size);
-  return of_ranks;
+  return {total == 0 ? 0 : ids.numel() / total, starts_of(tokens), rank};
 }
 
 at::Tensor of_tokens_aten(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
@@ -97,11 +96,6 @@ at::Tensor of_tokens_backward_cpu(const at::Tensor& grad_output, const at::Tenso
                                 bounds, of_ranks, group);
 }
 
-at::Tensor of_tokens_backward_meta(const at::Tensor& grad_output, const at::Tensor&,
-                                   c10::SymInt num_rows) {
-  return at::empty_symint({num_rows, grad_output.sym_size(-1)}, grad_output.options());
-}
-
 struct VocabEmbeddingOfTokens
     : Gradient<VocabEmbeddingOfTokens, vocab_embedding_of_tokens, Saved<0>> {
   static variable_list rule(const ForwardCall<vocab_embedding_of_tokens>& forward,
@@ -126,7 +120,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<vocab_embedding_of_tokens_backward>(library)
       .kernel<of_tokens_backward_aten>()
       .on<of_tokens_backward_cpu>(c10::DispatchKey::CPU)
-      .meta<of_tokens_backward_meta>();
+      .meta<embedding_backward_meta>();
 }
 
 }  // namespace parallel_ext

@@ -25,8 +25,6 @@
 namespace parallel_ext {
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
 // The ids of a tile that need not hold all of the rank's: on the CPU, so many that its logits stay
 // in the cache; on a GPU, so many that the products are at their full speed.
 int64_t ids_of_tile(const at::Tensor& input) { return input.is_cpu() ? 8192 : 65536; }

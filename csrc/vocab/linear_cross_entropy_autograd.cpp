@@ -14,8 +14,6 @@
 namespace parallel_ext {
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
 Tensors<9> linear_loss_forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
                                     const MaybeTensor&, const at::Tensor& labels,
                                     std::array<bool, 3> wanted, std::array<bool, 3> needed,

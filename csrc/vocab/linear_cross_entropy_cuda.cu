@@ -65,10 +65,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         });
       }
     }
-    Pack<scalar_t, size> result;
-    PARALLEL_EXT_UNROLL
-    for (int j = 0; j < size; ++j) store(value[j], result.value + j);
-    *packs<size>(grad + at) = result;
+    store_pack<scalar_t, size>(value, packs<size>(grad + at));
   });
 }
 

@@ -19,6 +19,8 @@
 
 namespace parallel_ext {
 
+using MaybeTensor = std::optional<at::Tensor>;
+
 // The options that all ops of the loss share, the last arguments of their schemas. A rank holds the
 // ids [vocab_start, vocab_stop).
 struct VocabLoss {

@@ -58,9 +58,7 @@ inline LossGradients gradients_of(const variable_list& grad_outputs) {
 
 // In a backward, of whose result nothing shows what it depends on.
 inline void refuse_create_graph(const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), op,
-                              ": second derivatives are not implemented; call backward without "
-                              "create_graph=True");
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), op, kNoSecondDerivative);
 }
 
 inline void refuse_gradient_of_weight(const char* op, const VocabLoss& loss) {

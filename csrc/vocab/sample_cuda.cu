@@ -216,8 +216,6 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // A thread takes the two ids of a Philox block. The logarithms of the noise take longer than all
 // else: only ids that can still win have them, and the threads of a warp tell each other their
 // best, so that these become few.

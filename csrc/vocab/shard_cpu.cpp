@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "base/exp.h"
 #include "base/kernel_choice.h"
@@ -47,9 +45,6 @@ struct RowStats {
   int64_t id = 0;
   bool found_nan = false;
 };
-
-// As long as the maximum is at most this far above the base, the sums do not overflow.
-constexpr double kAboveBase = 30;
 
 // Computes z for a block of logits where it is not the logit itself.
 template <typename scalar_t, typename wide_t>
@@ -137,7 +132,7 @@ PARALLEL_EXT_INLINE void add_block(const elem_t* z, int64_t start, int64_t size,
   const auto base = [&stats] { return stats.base == kLowest<wide_t> ? 0 : stats.base; };
   auto found = max_and_sum<true>(z, size, base());
   if (found.max > stats.max) rise(found.max);
-  if (stats.max > stats.base + static_cast<wide_t>(kAboveBase)) {
+  if (stats.max > stats.base + kAboveBase) {
     raise_base(stats);
     found = max_and_sum<true>(z, size, base());
   }
@@ -182,14 +177,6 @@ PARALLEL_EXT_INLINE RowStats<wide_t> stats_of_row(const scalar_t* row,
   if (stats.max > stats.base) raise_base(stats);
   return stats;
 }
-
-template <typename wide_t>
-struct RowFactors {
-  wide_t max, log_sum;
-  wide_t probability, column, label, entropy;
-
-  bool all_zero() const { return probability == 0 && column == 0 && label == 0 && entropy == 0; }
-};
 
 // The gradient where z is the logit and only the label's column differs from the others.
 template <typename scalar_t, typename wide_t>
@@ -280,16 +267,6 @@ RowTask<wide_t> row_task(const VocabShard& shard) {
           false};
 }
 
-// The bits of an id, stored as a floating-point number.
-template <typename wide_t>
-wide_t bits_of_id(int64_t id) {
-  using narrow_t = std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t>;
-  const auto narrow = static_cast<narrow_t>(id);  // argmax refuses more than 2^31 - 1 ids
-  wide_t bits;
-  std::memcpy(&bits, &narrow, sizeof(bits));
-  return bits;
-}
-
 template <typename scalar_t>
 void fill_stats(const VocabShard& shard, const StatsRows& rows, at::Tensor& partial_stats) {
   using wide_t = wide_of<scalar_t>;
@@ -336,13 +313,7 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const 
   scalar_t* grads = grad_logits.mutable_data_ptr<scalar_t>();
   at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-      const auto of = [&](int64_t name) { return factor[name * num_tokens + token]; };
-      const RowFactors<wide_t> row_factors{normal[token],
-                                           normal[num_tokens + token],
-                                           of(GradientRows::kProbability),
-                                           of(GradientRows::kColumn),
-                                           of(GradientRows::kLabel),
-                                           of(GradientRows::kEntropy)};
+      const RowFactors<wide_t> row_factors(normal, factor, num_tokens, token);
       scalar_t* grad = grads + token * grad_stride;
       if (row_factors.all_zero()) {
         std::fill(grad, grad + task.size, scalar_t(0));

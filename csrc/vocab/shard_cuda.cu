@@ -30,9 +30,6 @@ __device__ __forceinline__ wide_t fast_exp(wide_t x) {
   return exp_below_88(x);
 }
 
-// As long as the maximum is at most this far above the base, the sums do not overflow.
-constexpr int kAboveBase = 30;
-
 // The statistics of some numbers of a row. The sums use `base` instead of the maximum.
 template <typename wide_t>
 struct Part {
@@ -260,15 +257,6 @@ __device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_
   }
 }
 
-// The bits of an id, stored as a floating-point number.
-template <typename wide_t>
-__device__ wide_t bits_of_id(int64_t id) {
-  const std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t> narrow = id;
-  wide_t bits;
-  std::memcpy(&bits, &narrow, sizeof(bits));
-  return bits;
-}
-
 template <typename scalar_t, typename wide_t>
 __device__ void put_stats(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows, int64_t token,
                           Part<wide_t> part, wide_t* partial_stats) {
@@ -331,27 +319,10 @@ __global__ void __launch_bounds__(kBlockThreads, plain ? kMoreBlocks : kLeastBlo
   });
 }
 
-template <typename wide_t>
-struct Factors {
-  wide_t max, log_sum;
-  wide_t probability, column, label, entropy;
-
-  __device__ Factors(const wide_t* normalizer, const wide_t* factors, int64_t num_tokens,
-                     int64_t token)
-      : max(normalizer[token]), log_sum(normalizer[num_tokens + token]) {
-    const auto of = [&](int64_t row) { return factors[row * num_tokens + token]; };
-    probability = of(GradientRows::kProbability), column = of(GradientRows::kColumn);
-    label = of(GradientRows::kLabel), entropy = of(GradientRows::kEntropy);
-  }
-  __device__ bool all_zero() const {
-    return probability == 0 && column == 0 && label == 0 && entropy == 0;
-  }
-};
-
 // The gradients of neighbours with respect to their logits; `weight` and `label` count from the
 // first of them.
 template <int size, typename wide_t>
-__device__ __forceinline__ void gradients(const wide_t (&z)[size], const Factors<wide_t>& factor,
+__device__ __forceinline__ void gradients(const wide_t (&z)[size], const RowFactors<wide_t>& factor,
                                           const wide_t* weight, int64_t label, wide_t scale,
                                           wide_t cap, wide_t (&grad)[size]) {
   PARALLEL_EXT_UNROLL
@@ -404,7 +375,7 @@ __global__ void __launch_bounds__(kBlockThreads, kMoreBlocks)
   using wide_t = wide_of<scalar_t>;
   for_whole_rows(shard.num_tokens, [&](int64_t token) {
     if (token >= shard.num_tokens) return;
-    const Factors<wide_t> factor(normalizer, factors, shard.num_tokens, token);
+    const RowFactors<wide_t> factor(normalizer, factors, shard.num_tokens, token);
     const bool all_zero = factor.all_zero();
     const int64_t label = column_of(shard.labels[token], shard.vocab_start, shard.size);
     const scalar_t* row = shard.logits + token * shard.stride;

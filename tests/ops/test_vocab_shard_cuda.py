@@ -321,7 +321,7 @@ MUTATIONS = {
         "z[size - 1 - i] == max ? column + i",
     ),
     "0 log 0": ("x == kLowest<wide_t> ? 0 : exponential[i] * x", "exponential[i] * x"),
-    "a row of zeros that is not": ("&& entropy == 0;", "&& entropy == 1;"),
+    "a row of zeros that is not": ("= factor.all_zero()", "= false"),
     "packs that lie otherwise": ("from_logits | from_stride", "0 * (from_logits | from_stride)"),
     "an empty shard's id": ("shard.size == 0 ? kLastId", "shard.size < 0 ? kLastId"),
 }
