@@ -13,12 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from disk_faults import full, kill
 from ranks import Raised, Ranks, pool
 from reference import Tiny, parallel
 
 import parallel_ext as px
+from parallel_ext import _C, ops
 from parallel_ext.io import safetensors_reader, stream
 from parallel_ext.sharding import reshard
 
@@ -103,6 +105,31 @@ def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, losses: list[tuple[
             assert seconds < TIMEOUT_S + 5, case
         names = {path.name for path in out.iterdir()}
         assert {"config.json", "model.safetensors.index.json"} <= names
+
+
+def _sum_twice_without(lost: int) -> list[str]:
+    """The errors of sums of this rank's tokens, which gloo sends where no memory is shared."""
+    mesh = px.init_mesh(tp=dist.get_world_size(), timeout=TIMEOUT_S)
+    group = mesh.tp
+    _C.set_shared_memory(False)
+    tokens = torch.ones(group.size, 3)
+    ops.sum_tokens(tokens, [1] * group.size, group)
+    if dist.get_rank() == lost:
+        kill()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            ops.sum_tokens(tokens, [1] * group.size, group)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_every_exchange_without_a_lost_rank_names_it() -> None:
+    """The first one breaks off, the next one cannot begin."""
+    (errors,) = Ranks(2).run_losing(LOST, _sum_twice_without, LOST)
+    for error in errors:
+        assert error.startswith("sum_tokens: "), errors
+        assert f"but rank {LOST} did not" in error, errors
 
 
 def _fail(what: str, directory: Path) -> None:
