@@ -132,6 +132,8 @@ Tensors<2> moe_dispatch_backward_kernel(const at::Tensor& grad_rows, const at::T
   check_origins(op, origins, layout);
   check_rows_of_choices(op, rows_of_choices, layout);
   check_length(op, "sources", sources, layout.num_slots(), "choices");
+  // The rows travel whether this rank needs them or not: of a frozen embedding only ranks with an
+  // image may, and all must exchange the same.
   std::optional<at::Tensor> weights;
   if (needed[1]) weights = grad_weights.contiguous();
   const AtTokens here = bring_back(op, grad_rows.contiguous(), weights, origins.contiguous(),
