@@ -23,10 +23,10 @@ namespace parallel_ext {
 namespace {
 
 // The tokens of each rank of a group in [..., S, H], of which all dimensions in front are one.
-class Tokens {
+class TokenCall {
  public:
-  Tokens(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
-         int64_t rank, const Group& group, bool all)
+  TokenCall(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
+            int64_t rank, const Group& group, bool all)
       : sizes_(sizes), rank_(rank) {
     const int64_t total = check_sizes(op, sizes, rank, group.size);
     starts_ = starts_of(sizes);
@@ -83,14 +83,14 @@ std::vector<Span> spans_of(const at::Tensor& contiguous) {
 
 at::Tensor take_tokens_kernel(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank,
                               const Group& group) {
-  const Tokens tokens("take_tokens", "input", input, sizes, rank, group, true);
+  const TokenCall tokens("take_tokens", "input", input, sizes, rank, group, true);
   return tokens.part(input, rank).clone(at::MemoryFormat::Contiguous);
 }
 
 at::Tensor gather_tokens_kernel(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank, bool,
                                 const Group& group) {
   const char* op = "gather_tokens";
-  const Tokens tokens(op, "shard", shard, sizes, rank, group, false);
+  const TokenCall tokens(op, "shard", shard, sizes, rank, group, false);
   if (group.alone()) return shard.clone(at::MemoryFormat::Contiguous);
   const at::Tensor own = shard.contiguous();
   if (use_cpu_loops(shard)) {
@@ -122,7 +122,7 @@ at::Tensor gather_tokens_kernel(const at::Tensor& shard, at::IntArrayRef sizes, 
 at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, int64_t rank,
                              const Group& group) {
   const char* op = "sum_tokens";
-  const Tokens tokens(op, "partial", partial, sizes, rank, group, true);
+  const TokenCall tokens(op, "partial", partial, sizes, rank, group, true);
   if (group.alone()) return partial.clone(at::MemoryFormat::Contiguous);
   const auto shape = tokens.shape(tokens.own());
   if (use_cpu_loops(partial)) {

@@ -32,7 +32,8 @@ void check_logits(const char* op, const at::Tensor& logits, int64_t top_k) {
 }
 
 // On the CPU the range too, which on a GPU the kernels check.
-void check_ids(const char* op, const at::Tensor& ids, const at::Tensor& logits, int64_t top_k) {
+void check_expert_ids(const char* op, const at::Tensor& ids, const at::Tensor& logits,
+                      int64_t top_k) {
   check_int64(op, "expert_ids", ids);
   check_shape(op, "expert_ids", ids, {logits.size(0), top_k});
   if (!ids.is_cpu()) return;
@@ -186,7 +187,7 @@ Tensors<2> moe_router_kernel(const at::Tensor& logits, const std::optional<at::T
                              int64_t top_k, bool normalized) {
   const char* op = "moe_router";
   check_logits(op, logits, top_k);
-  if (expert_ids) check_ids(op, *expert_ids, logits, top_k);
+  if (expert_ids) check_expert_ids(op, *expert_ids, logits, top_k);
   return (use_cuda_kernel(logits) ? moe_router_cuda : moe_router_calls)(logits, expert_ids, top_k,
                                                                         normalized);
 }
@@ -197,7 +198,7 @@ at::Tensor moe_router_backward_kernel(const at::Tensor& grad_weights, const at::
   check_dim(op, "expert_ids", expert_ids, 2);
   const int64_t top_k = expert_ids.size(1);
   check_logits(op, logits, top_k);
-  check_ids(op, expert_ids, logits, top_k);
+  check_expert_ids(op, expert_ids, logits, top_k);
   check_shape(op, "grad_weights", grad_weights, expert_ids.sizes());
   check_wide_dtype(op, "grad_weights", grad_weights, "logits", logits);
   const auto kernel = use_cuda_kernel(logits) ? moe_router_backward_cuda
