@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
@@ -30,8 +31,12 @@ _JOINED = ("save_pretrained", "write_directory")  # what a rank may ask others f
 _OF_THIS_RANK = ("is_main_process", "save_function", "token")  # options that change nothing
 _AS_LONG_AS_IT_TAKES_S = 7 * 24 * 3600.0
 
+Key = tuple[int, ...]
+"""Of a model or trainer, the same on all ranks."""
+
 _numbers = count()
-_known: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_copies: Counter[Key] = Counter()
+_known: WeakValueDictionary[Key, Any] = WeakValueDictionary()
 
 
 class _Meetings:
@@ -41,6 +46,7 @@ class _Meetings:
         self.control = mesh.control
         self.group: Group = mesh.control.new_group([list(range(mesh.world_size))], backend="gloo")
         self.are_met = False  # while all ranks do the same thing
+        self.count = 0  # of exchanges, which all ranks have had
         self.last: dict[type, Any] = {}  # kept for a rank that saves what this one has dropped
 
     def together(self) -> AbstractContextManager[None]:
@@ -57,6 +63,7 @@ class _Meetings:
         """
         record = (b"0" if own is None else b"1") + xxhash.xxh3_64_digest(place.encode())
         records = self.control.all_gather_bytes(record, place, self.group, timeout)
+        self.count += 1
         if len({each[:1] for each in records}) == 1:  # none saves, or all
             if own is None and len(set(records)) > 1:
                 places = self.control.all_gather_object(place, op_name=place, group=self.group)
@@ -69,7 +76,7 @@ class _Meetings:
         asked = self.control.all_gather_object(own, op_name=place, group=self.group)
         ranks = [rank for rank, request in enumerate(asked) if request is not None]
         request = asked[ranks[0]]
-        target = _known.get(request["target"])
+        target = _known.get(tuple(request["target"]))
         served = all(asked[rank] == request for rank in ranks) and not request["why_not"]
         served = served and target is not None and request["method"] in _JOINED
         if not all(self.control.all_gather_object(served, op_name=place, group=self.group)):
@@ -105,11 +112,24 @@ def may_meet() -> bool:
     return bool(_meetings)
 
 
-def remember(target: Any) -> None:
-    """Number a model or trainer, which every rank makes, so that others join its saves."""
-    _known[next(_numbers)] = target
+def remember(target: Any, copied: Key = ()) -> Key:
+    """Give a model or trainer a key that it has on all ranks, so that others join its saves.
+
+    Args:
+        target: what every rank makes, or a copy, which one rank may make alone: it has a key of
+            what it is a copy of, and of when, so that the keys of others stay equal.
+        copied: the key of what it is a copy of.
+    """
+    if copied:
+        when = (copied[0], sum(each.count for each in _meetings))
+        _copies[when] += 1
+        key = (*when, _copies[when])
+    else:
+        key = (next(_numbers),)
+    _known[key] = target
     for meetings in _meetings:
         meetings.last[type(target)] = target
+    return key
 
 
 @disable_compiler
@@ -169,9 +189,9 @@ def call_together(
 def _request(
     target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shown: str
 ) -> dict[str, Any]:
-    number = next((number for number, each in _known.items() if each is target), None)
+    key = next((key for key, each in _known.items() if each is target), ())
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THIS_RANK}
-    request = {"target": number, "method": method, "shown": shown, "why_not": None}
+    request = {"target": key, "method": method, "shown": shown, "why_not": None}
     args = (os.path.abspath(args[0]), *args[1:])  # of a rank that may be in another directory
     try:
         messages.encode((args, kwargs))

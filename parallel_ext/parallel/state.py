@@ -19,7 +19,7 @@ from parallel_ext.nn.routing import Routing
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.input_agreement import Agreement
-from parallel_ext.parallel.joining import remember
+from parallel_ext.parallel.joining import Key, remember
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding._torch_private import own_modules
 from parallel_ext.sharding.layout import ModelLayout
@@ -206,7 +206,7 @@ def check_state_dict(
         )
 
 
-_parallel_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_parallel_models: WeakValueDictionary[Key, nn.Module] = WeakValueDictionary()
 
 
 class Remembered:
@@ -214,30 +214,30 @@ class Remembered:
 
     Args:
         model: a parallel HuggingFace model, which is to hold it as an attribute.
-        original: the number of the model of which it is a copy; None if of none.
+        copied: the mark of the model of which it is a copy; None if of none.
 
     Attributes:
-        original: that number, or the model's own.
+        original: a number that a model and its copies have.
         count: of all models of this process that have become parallel.
     """
 
     count = 0
 
-    def __init__(self, model: nn.Module, original: int | None = None) -> None:
+    def __init__(self, model: nn.Module, copied: Remembered | None = None) -> None:
         self._model = model
-        number, Remembered.count = Remembered.count, Remembered.count + 1
-        self.original = number if original is None else original
-        _parallel_models[number] = model
-        remember(model)
+        self._key = remember(model, copied._key if copied else ())
+        self.original = copied.original if copied else self._key[0]
+        _parallel_models[self._key] = model
+        Remembered.count += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
-        return Remembered(copy.deepcopy(self._model, memo), self.original)  # which is being copied
+        return Remembered(copy.deepcopy(self._model, memo), self)  # which is being copied
 
 
 def parallel_models() -> list[nn.Module]:
     """Return the HuggingFace models of this process that are parallel, first those made first.
 
-    So they have one order on all ranks, which communicate for one model after the other.
+    A copy comes behind its original. So they have one order on all ranks, which communicate for one model after the other.
     """
     return [model for _, model in sorted(_parallel_models.items())]
 

@@ -636,11 +636,28 @@ def _copied_on_rank_0(directory: str, loaded: bool, tp: int) -> list[float]:
 
 @pytest.mark.parametrize(("tp", "loaded"), [(1, True), (1, False), (2, False)])
 def test_a_copy_may_be_one_ranks_own(directory: str, tp: int, loaded: bool) -> None:
-    try:
-        losses = pool(2).run(_copied_on_rank_0, directory, loaded, tp)
-    finally:
-        pool(2).close()  # whose ranks have made other numbers of models
+    losses = pool(2).run(_copied_on_rank_0, directory, loaded, tp)
     assert losses[0] == pytest.approx(losses[1])
+
+
+def _saved_behind_a_copy_on_rank_0(source: str, out: str) -> None:
+    with _patched(2):
+        model = transformers.LlamaForCausalLM.from_pretrained(source)
+        best = copy.deepcopy(model) if dist.get_rank() == 0 else None
+        first, second = (transformers.LlamaForCausalLM.from_pretrained(source) for _ in range(2))
+        with torch.no_grad():
+            second.lm_head.weight.zero_()
+        if dist.get_rank() == 0:
+            first.save_pretrained(out)
+        dist.barrier()
+        del best
+
+
+def test_behind_a_copy_on_one_rank_the_others_join_the_save_of_the_same_model(
+    directory: str, tmp_path: Path
+) -> None:
+    pool(2).run(_saved_behind_a_copy_on_rank_0, directory, str(tmp_path / "out"), timeout_s=60.0)
+    torch.testing.assert_close(_weights(tmp_path / "out"), _weights(Path(directory)))
 
 
 def _other_weights_on_rank_0(source: str) -> None:
