@@ -38,8 +38,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     For gradient accumulation: one sum for all micro-batches. Every rank must use it in the
     same way. Between the backwards the ``.grad`` of parameters with partial gradients is
-    incomplete. What waits is dropped by an exception and by ``zero_grad()``, but not by
-    ``zero_grad(set_to_none=False)``.
+    incomplete, so nothing may read or change it. What waits is dropped by an exception and by
+    ``zero_grad()``, but after ``data_parallel`` not by ``zero_grad(set_to_none=False)``.
 
     Args:
         model: a parallel model. After ``data_parallel`` the sums over its ranks wait as well, and
