@@ -53,8 +53,8 @@ def serve() -> None:
     if not _hooks:
         for hook in (
             optimizers.refuse_without_gradients,
-            optimizers.refuse_on_shards,
             refuse_stale,
+            optimizers.refuse_on_shards,
         ):
             _hooks.append(register_optimizer_step_pre_hook(hook))
 
