@@ -28,6 +28,21 @@ def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
+def _refuse_shared_gpus(control: ControlPlane, device: torch.device) -> None:
+    """Raise on all ranks if two of them have one GPU, of which NCCL's own error names neither."""
+    # Not by its index, which each host counts for itself.
+    own = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(control.all_gather_object(str(own or ""), op_name="init_mesh")):
+        other = first.setdefault(gpu, rank)
+        if gpu and other != rank:
+            raise RuntimeError(
+                f"init_mesh: ranks {other} and {rank} have the same GPU, {gpu}, which NCCL does "
+                "not allow; start no more ranks on a host than it has GPUs, or initialise "
+                "torch.distributed with gloo before, through which ranks may share one"
+            )
+
+
 class Mesh:
     """The ranks of a job as a grid ``(dp, tp)``, tp innermost, made by :func:`init_mesh`.
 
@@ -66,6 +81,8 @@ class Mesh:
             return
         asked = {"tp": tp, "ep": ep, "dp": dp, "timeout": timeout, "device": device.type}
         require_equal(self.control, "init_mesh", asked)
+        if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
+            _refuse_shared_gpus(self.control, device)
         tp_rows, dp_columns = _grid(self.world_size, tp)
         ep_rows, edp_columns = _grid(self.world_size, ep)
         self._names = {"tp": tp_rows, "dp": dp_columns, "ep": ep_rows}
@@ -326,8 +343,8 @@ def init_mesh(
     Raises:
         ValueError: the sizes do not multiply to the world size, ``timeout`` is no number of
             seconds, or ``device`` is no CPU or GPU.
-        RuntimeError: there is no such GPU, the group of the job does not serve the device, or the
-            variables of torchrun are not complete.
+        RuntimeError: there is no such GPU, two ranks would share one through NCCL, the group of the
+            job does not serve the device, or the variables of torchrun are not complete.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
         DisagreementError: the ranks ask for different meshes.
 

@@ -237,7 +237,8 @@ class Remembered:
 def parallel_models() -> list[nn.Module]:
     """Return the HuggingFace models of this process that are parallel, first those made first.
 
-    A copy comes behind its original. So they have one order on all ranks, which communicate for one model after the other.
+    A copy comes behind its original. So they have one order on all ranks, which communicate for one
+    model after the other.
     """
     return [model for _, model in sorted(_parallel_models.items())]
 

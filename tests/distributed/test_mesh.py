@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from ranks import pool
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_ext as px
-from parallel_ext.distributed.mesh import _device_of
+from parallel_ext.distributed.mesh import _device_of, _refuse_shared_gpus
 
 
 def _view(tp: int) -> dict[str, Any]:
@@ -142,3 +144,18 @@ def _machine(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: min(2, gpus - 1))
     monkeypatch.setattr(dist, "is_initialized", lambda: group is not None)
     monkeypatch.setattr(dist, "get_backend_config", lambda: group)
+
+
+def _on_gpus(numbers: list[int | None]) -> None:
+    number = numbers[dist.get_rank()]
+    properties = SimpleNamespace(uuid=None if number is None else f"GPU-{number}")
+    mesh = px.init_mesh(timeout=60.0)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
+        _refuse_shared_gpus(mesh.control, torch.device("cuda", 0))
+
+
+def test_two_ranks_that_share_a_gpu_through_nccl_are_named() -> None:
+    pool(3).run(_on_gpus, [0, 1, 2])
+    pool(3).run(_on_gpus, [None, None, None])  # a torch that does not tell
+    words = ("ranks 0 and 2 have the same GPU, GPU-5",)
+    pool(3).assert_raises(_on_gpus, [5, 6, 5], words=words)
