@@ -237,10 +237,9 @@ class Remembered:
 def parallel_models() -> list[nn.Module]:
     """Return the HuggingFace models of this process that are parallel, first those made first.
 
-    A copy comes behind its original. So they have one order on all ranks, which communicate for one
-    model after the other.
+    So they have one order on all ranks, which communicate for one model after the other.
     """
-    return [model for _, model in sorted(_parallel_models.items())]
+    return list(_parallel_models.values())
 
 
 def copies_of(model: nn.Module) -> list[nn.Module]:
