@@ -58,8 +58,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         for_loaded<size>(head.column_row + column,
                          [&](int j, wide_t number) { value[j] -= of_column * number; });
       }
-      const int64_t row = column_of(head.labels[token], head.vocab_start, head.num_rows);
-      if (row >= 0) {
+      // Not column_of, with which ptxas spills a register for sm_80.
+      const int64_t row = head.labels[token] - head.vocab_start;
+      if (0 <= row && row < head.num_rows) {
         for_loaded<size>(head.head + row * head.hidden_size + column, [&](int j, wide_t number) {
           value[j] += number * ((probability - of_label) * head.scale);
         });
