@@ -109,8 +109,8 @@ MUTATIONS = {
     "no rest": ("i < count; i += thread.num_x", "i < whole; i += thread.num_x"),
     "zeros multiplied": ("probability != 0 || of_column != 0 || of_label != 0", "true"),
     "only the label's": ("probability != 0 || of_column != 0 ||", ""),
-    "another rank's row": ("head.vocab_start, head.num_rows", "0, head.num_rows"),
-    "a row too many": ("head.num_rows);", "head.num_rows + 1);"),
+    "another rank's row": ("0 <= row && row < head.num_rows", "row < head.num_rows"),
+    "a row too many": ("row < head.num_rows", "row <= head.num_rows"),
     "unaligned packs": ("address(head.expected_rows) | address(head.head) |", "0 |"),
 }
 
