@@ -32,7 +32,7 @@ _OF_THIS_RANK = ("is_main_process", "save_function", "token")  # options that ch
 _AS_LONG_AS_IT_TAKES_S = 7 * 24 * 3600.0
 
 Key = tuple[int, ...]
-"""Of a model or trainer, the same on all ranks."""
+"""Names a model or trainer on all ranks: its number, or that of what it was copied of, and when."""
 
 _numbers = count()
 _copies: Counter[Key] = Counter()
