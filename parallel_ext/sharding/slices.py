@@ -28,6 +28,14 @@ def shard_views(
         start += size
 
 
+def primary_views(
+    shard: torch.Tensor, layout: TensorLayout, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a shard that no lower rank holds, each with the part where it lies."""
+    primary = layout.primary_boxes(rank)
+    return ((box, view) for box, view in shard_views(shard, layout, rank) if box in primary)
+
+
 def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     """Copy ``rank``'s shard out of a full tensor; a ValueError if that has another shape."""
     if tuple(tensor.shape) != layout.shape:

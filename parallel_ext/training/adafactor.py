@@ -11,10 +11,10 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.layout import Box, TensorLayout
+from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.optimizer_layouts import COLUMNS, ROWS, is_sharded_along, reduced
-from parallel_ext.sharding.slices import from_each_rank, local_part, shard_views, take
+from parallel_ext.sharding.slices import from_each_rank, local_part, primary_views, take
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -292,17 +292,10 @@ class _Tensor:
             estimate = local_part(self._state["variance"]).clone()
         return estimate.clamp_(min=epsilon * epsilon).rsqrt_().mul_(self._gradient)
 
-    def _owned(
-        self, shard: torch.Tensor, layout: TensorLayout
-    ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Return the boxes that this rank counts, each with its values."""
-        owned = layout.primary_boxes(self._rank)
-        return ((box, view) for box, view in shard_views(shard, layout, self._rank) if box in owned)
-
     def _size(self, shard: torch.Tensor) -> torch.Tensor:
         """Return this rank's addend of the sum of a tensor's squares."""
         total = shard.new_zeros((), dtype=self._wide)
-        for _, view in self._owned(shard, self._layout):
+        for _, view in primary_views(shard, self._layout, self._rank):
             total += torch.linalg.vector_norm(view, dtype=self._wide).square_()
         return total
 
@@ -316,7 +309,7 @@ class _Tensor:
         """Return this rank's addend of sums along ``dim`` of the full tensor; 0 without a shard."""
         at = reduced(layout, dim)
         whole = self._shard.new_zeros(at.shape, dtype=self._wide)
-        for box, view in () if shard is None else self._owned(shard, layout):
+        for box, view in () if shard is None else primary_views(shard, layout, self._rank):
             places = [slice(*piece) for piece in box]
             places[dim] = slice(None)
             whole[tuple(places)] += along(view, dim)

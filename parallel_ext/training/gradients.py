@@ -22,7 +22,7 @@ from parallel_ext.sharding.slices import (
     from_each_rank,
     gather_rows,
     local_part,
-    shard_views,
+    primary_views,
     take_block,
 )
 
@@ -183,7 +183,7 @@ def _primary_parts(shard: torch.Tensor, layout: TensorLayout, rank: int) -> list
     primary = layout.primary_boxes(rank)
     if not primary or len(primary) == len(layout.boxes(rank)):
         return [shard] if primary else []
-    return [view for box, view in shard_views(shard, layout, rank) if box in primary]
+    return [view for _, view in primary_views(shard, layout, rank)]
 
 
 def _sum_of_squares(
