@@ -121,15 +121,21 @@ def finetuning_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def asked_batches(
+    options: argparse.Namespace, tokenizer: Any, mesh: px.Mesh
+) -> list[dict[str, torch.Tensor]]:
+    """The batches that the options ask for, on the device of the mesh."""
+    text = options.text.read_text() if options.text else default_text()
+    sizes = (options.rows, options.tokens, options.steps, options.first)
+    return batches(tokenizer, text, *sizes, mesh.device)
+
+
 def start(options: argparse.Namespace) -> tuple[px.Mesh, Any, Any, list[dict[str, torch.Tensor]]]:
     """The mesh, the parallel model, its tokenizer and the batches that the options ask for."""
     mesh = px.init_mesh(tp=options.tp, dp=1)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    text = options.text.read_text() if options.text else default_text()
-    sizes = (options.rows, options.tokens, options.steps, options.first)
-    data = batches(tokenizer, text, *sizes, mesh.device)
-    return mesh, model, tokenizer, data
+    return mesh, model, tokenizer, asked_batches(options, tokenizer, mesh)
 
 
 def of_all_ranks(value: Any) -> list[Any]:

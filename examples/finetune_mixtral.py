@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import transformers
 from finetune_llama import (
-    batches,
+    asked_batches,
     continuation,
-    default_text,
     finetuning_parser,
     made_by_rank_0,
     of_all_ranks,
@@ -116,9 +115,7 @@ def main() -> None:
     model.config.output_router_logits = options.balance
     px.data_parallel(model, mesh, zero=options.zero)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    text = options.text.read_text() if options.text else default_text()
-    sizes = (options.rows, options.tokens, options.steps, options.first)
-    data = batches(tokenizer, text, *sizes, mesh.device)
+    data = asked_batches(options, tokenizer, mesh)
     if options.rows % mesh.dp_size:
         raise SystemExit(f"{options.rows} rows are not divisible by dp={mesh.dp_size}")
     own = [own_rows(batch, mesh) for batch in data]
