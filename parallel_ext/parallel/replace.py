@@ -302,9 +302,9 @@ class Replacer:
         self._used_in_parts(*(f"{path}.{name}" for name in names.head_norms))
 
     def _used_in_parts(self, *paths: str) -> None:
-        for path in paths if self.mesh.tp_size > 1 else ():
-            module = self.model.get_submodule(path)
-            UsedInParts(path, self.mesh.tp).attach(module, self.partials)
+        for path in paths if self.mesh.tp_size > 1 else ():  # a user's module may wrap the model's
+            for name, module in self.model.get_submodule(path).named_modules(prefix=path):
+                UsedInParts(name, self.mesh.tp).attach(module, self.partials)
 
     def joined_attention(self, path: str, names: AttentionNames) -> None:
         """Replace the projections of an attention of which one joins query, key and value."""
@@ -360,10 +360,9 @@ class Replacer:
         keys = (len(convolution.weight) - values) // 2
         channels = [own(keys), own(keys, keys), own(values, 2 * keys)]
         of_heads = [own(len(getattr(module, names.of_heads[0])))]
-        norm = module.get_submodule(names.norm)
+        self._used_in_parts(f"{path}.{names.norm}")
         for name, each, places in (
             (f"{path}.{names.convolution}", convolution, channels),
-            (f"{path}.{names.norm}", norm, ()),
             (path, module, of_heads),
         ):
             used = UsedInParts(name, self.mesh.tp, places=places)

@@ -21,9 +21,10 @@ from reference import (
     parallel,
     shard_differences,
 )
-from reference_mixtral import Layout, TinyMixtral, batches, parity
+from reference_mixtral import Layout, TinyMixtral, batches, differences_of_steps, parity
 from safetensors.torch import load_file, save_file
 from test_specs import OfSpec
+from torch import nn
 from versions import needs_newer
 
 import parallel_ext as px
@@ -59,6 +60,41 @@ def test_training_equals_the_single_process(case: str) -> None:
 def test_a_model_without_a_shared_expert_is_trained_as_one_with_it(kind: str) -> None:
     layout = Layout(1, 2, 2)
     assert_within(pool(layout.world).run(parity, WithoutShared(kind), layout, None), 1e-5)
+
+
+class _Scaled(nn.Module):
+    """A module of a user around one of the model's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.full((), 0.7, dtype=torch.float64))
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.inner(*args) * self.scale
+
+
+def _wrapped(kind: str, *paths: str) -> dict[str, float]:
+    reference = OfSpec(kind).model()
+    for path in paths:
+        reference.set_submodule(path, _Scaled(reference.get_submodule(path)))
+    model = parallel(reference, mesh_of())
+    one = batches(OfSpec(kind), 1)
+    return differences_of_steps(reference, model, mesh_of(), [one])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("deepseek_v3", ("self_attn.kv_a_proj_with_mqa", "self_attn.q_a_layernorm")),
+        ("qwen3_5_text", ("linear_attn.norm",)),
+    ],
+)
+def test_parameters_around_and_inside_a_wrapped_module_are_trained(
+    kind: str, names: tuple[str, ...]
+) -> None:
+    """Each rank uses these modules for its own heads, or for a part of what follows."""
+    paths = [f"model.layers.0.{name}" for name in names]
+    assert_within(pool(2).run(_wrapped, kind, *paths))
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
