@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from torch import nn
 
@@ -32,6 +32,28 @@ _OF_LOGITS = ("logits_factor", "logits_divisor", "logits_softcap")
 
 
 @dataclass(frozen=True)
+class DividedTower:
+    """The names of a tower for images of which each rank computes its own positions.
+
+    It holds the weights whole. Only in the attention does a position see others.
+
+    Attributes:
+        path: from the model; it returns the hidden states of all positions, [N, positions, width].
+        blocks: name in the tower of the list of its layers.
+        attention: name in a layer; it reads its attribute ``positions``, an
+            :class:`parallel_ext.nn.own_positions.OwnPositions`.
+        learned: name in the tower of the parameter [1, positions, width] of learned positions.
+        forward: takes the place of the attention's forward; None where that one does.
+    """
+
+    path: str
+    blocks: str
+    attention: str
+    learned: str
+    forward: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The module names of one architecture.
 
@@ -49,6 +71,8 @@ class ModelSpec:
         shared: paths of modules whose output is read by several regions, as the image that all
             layers look at; it is copied to the ranks there.
         towers: paths of further lists of layers, which data parallelism shards one by one.
+        divided_tower: one of several tp ranks, each of which computes a part of it; None where
+            there is none.
         skips: path of a method of the model that may skip some of its modules: called with whether
             a batch needs each of them, it returns whether they run. Equal on all dp ranks.
         images: name of a method of the model, called with a number of rows and of tokens: it
@@ -81,6 +105,7 @@ class ModelSpec:
     regions: tuple[RegionNames, ...] = ()
     shared: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
+    divided_tower: DividedTower | None = None
     skips: str | None = None
     images: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
@@ -158,6 +183,7 @@ class ModelSpec:
         def inner(path: str) -> str:
             return path.removeprefix(self.in_decoder)
 
+        tower = self.divided_tower
         return replace(
             self.without_head(),
             embedding=inner(self.embedding),
@@ -166,6 +192,7 @@ class ModelSpec:
             regions=tuple(replace(region, name=inner(region.name)) for region in self.regions),
             shared=tuple(map(inner, self.shared)),
             towers=tuple(map(inner, self.towers)),
+            divided_tower=tower and replace(tower, path=inner(tower.path)),
             skips=self.skips and inner(self.skips),
             images=None,  # a method of the class with a head
             unadapted={inner(path): why for path, why in self.unadapted.items()},

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.spec import HeadSizes
+from parallel_ext.models.spec import DividedTower, HeadSizes
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
@@ -29,6 +29,7 @@ from parallel_ext.nn.linear import (
 )
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
+from parallel_ext.nn.own_positions import OwnPositions
 from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.nn.routing import TORCHS, Numerics, Routing
 from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
@@ -236,6 +237,8 @@ class Replacer:
                 self.delta_net(path, sublayer)
             else:
                 self.mixture(path, sublayer)
+        if self.spec.divided_tower is not None and self.options.invariant is None:
+            self.divided_tower(self.spec.divided_tower)
         if self.spec.head is not None:
             self.head()
 
@@ -382,6 +385,22 @@ class Replacer:
             setattr(module, name, getattr(module, name) // self.mesh.tp_size)
         if names.forward is not None:
             module.forward = MethodType(names.forward, module)
+
+    def divided_tower(self, names: DividedTower) -> None:
+        """Let each rank compute its own positions of images in a tower."""
+        if self.mesh.tp_size == 1:
+            return
+        tower = self.model.get_submodule(names.path)
+        own = OwnPositions(getattr(tower, names.learned).size(1), self.mesh.tp)
+        blocks = tower.get_submodule(names.blocks)
+        blocks[0].register_forward_pre_hook(own.take)
+        for block in blocks:
+            attention = block.get_submodule(names.attention)
+            attention.positions = own
+            if names.forward is not None:
+                attention.forward = MethodType(names.forward, attention)
+        tower.register_forward_hook(ChangeOutput(own.gather))
+        self._used_in_parts(f"{names.path}.{names.blocks}")
 
     def routing(self, path: str, names: MixtureNames, numerics: Numerics = TORCHS) -> Routing:
         """Let the router of the mixture at ``path`` choose as the routing that is returned."""

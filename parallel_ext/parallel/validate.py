@@ -168,6 +168,11 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         missing += [f"{spec.embedding}.{n}" for n in of_embedding if not hasattr(embedding, n)]
     for path in (spec.layers, *spec.towers, *spec.modules(names)):
         find(path)
+    if (divided := spec.divided_tower) is not None and (tower := find(divided.path)) is not None:
+        if not hasattr(tower, divided.learned):
+            missing.append(f"{divided.path}.{divided.learned}")
+        for name, _ in tower.get_submodule(divided.blocks).named_children():
+            find(f"{divided.path}.{divided.blocks}.{name}.{divided.attention}")
     if spec.skips is not None and find(spec.skips.rpartition(".")[0]) is not None:
         owner, _, method = spec.skips.rpartition(".")
         if not hasattr(model.get_submodule(owner), method):

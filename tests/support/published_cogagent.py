@@ -216,12 +216,24 @@ class CogAgentForCausalLM(cogagent.CogAgentForCausalLM):
         )
 
 
-def _past_the_modules(self: nn.Module, hidden: Tensor) -> Tensor:
+def _past_the_modules(
+    self: nn.Module, x: Tensor, rel_pos_bias: None = None, attn_mask: None = None
+) -> Tensor:
     """Projections by their weights: no hook and no adapter on their modules takes part."""
-    query = self._heads(F.linear(hidden, self.q_proj.weight, self.q_bias))
-    key = self._heads(F.linear(hidden, self.k_proj.weight))
-    value = self._heads(F.linear(hidden, self.v_proj.weight, self.v_bias))
-    context = F.scaled_dot_product_attention(self._turned(query), self._turned(key), value)
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def turned(each: Tensor) -> Tensor:
+        token, patches = each[:, :, :1], each[:, :, 1:]
+        across = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
+        placed = patches * self.rope.freqs_cos + across * self.rope.freqs_sin
+        return torch.cat([token, placed], dim=2).to(x.dtype)
+
+    query = turned(heads(F.linear(x, self.q_proj.weight, self.q_bias)))
+    key = turned(heads(F.linear(x, self.k_proj.weight)))
+    value = heads(F.linear(x, self.v_proj.weight, self.v_bias))
+    context = F.scaled_dot_product_attention(query, key, value)
     return self.proj(self.inner_attn_ln(context.transpose(1, 2).flatten(2)))
 
 

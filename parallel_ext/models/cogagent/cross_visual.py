@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
+from parallel_ext.nn.own_positions import OwnPositions
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10000.0
@@ -45,21 +46,40 @@ class GridRotaryEmbedding(nn.Module):
         self.register_buffer("freqs_cos", cos)
         self.register_buffer("freqs_sin", sin)
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Turn each pair (2 i, 2 i + 1) of ``heads``, [N, heads, patches, head_width]."""
-        pairs = heads.unflatten(-1, (-1, 2))
-        turned = torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
-        cos, sin = self.freqs_cos.to(heads.dtype), self.freqs_sin.to(heads.dtype)
-        return heads * cos + turned * sin
+
+def turned(heads: Tensor, rope: nn.Module, first: int = 0) -> Tensor:
+    """Turn each pair (2 i, 2 i + 1) of the heads of patches.
+
+    Args:
+        heads: [N, positions, heads, head_width].
+        rope: has the buffers ``freqs_cos`` and ``freqs_sin``, a row for each patch.
+        first: which position of an image is the first one here. Position 0 is the class token,
+            which has no place, and is not turned.
+    """
+    token = heads[:, : 1 if first == 0 else 0]
+    patches = heads[:, token.size(1) :]
+    start = first + token.size(1) - 1
+    cos, sin = (
+        table[start : start + patches.size(1), None].to(heads.dtype)
+        for table in (rope.freqs_cos, rope.freqs_sin)
+    )
+    pairs = patches.unflatten(-1, (-1, 2))
+    across = torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
+    return torch.cat([token, patches * cos + across * sin], dim=1)
 
 
 class CrossVisionAttention(nn.Module):
-    """Attention with a norm between its heads and its projection; the keys have no bias."""
+    """Attention with a norm between its heads and its projection; the keys have no bias.
+
+    Attributes:
+        positions: how ranks divide those of an image; None where each computes all.
+    """
+
+    positions: OwnPositions | None = None
 
     def __init__(self, width: int, head_width: int, rope: GridRotaryEmbedding) -> None:
         super().__init__()
         self.num_heads = width // head_width
-        self.head_dim = head_width
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
@@ -70,19 +90,34 @@ class CrossVisionAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # The projections are called as modules, so that an adapter on them takes part.
-        query = self._heads(self.q_proj(hidden) + self.q_bias)
-        key = self._heads(self.k_proj(hidden))
-        value = self._heads(self.v_proj(hidden) + self.v_bias)
-        context = F.scaled_dot_product_attention(self._turned(query), self._turned(key), value)
-        return self.proj(self.inner_attn_ln(context.transpose(1, 2).flatten(2)))
+        return attend_to_image(self, hidden)
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _turned(self, heads: Tensor) -> Tensor:
-        """Turn the heads of all patches, but not of the class token, which has no place."""
-        return torch.cat([heads[:, :, :1], self.rope(heads[:, :, 1:])], dim=2)
+def attend_to_image(self: nn.Module, hidden: Tensor) -> Tensor:
+    """Run the forward of :class:`CrossVisionAttention`, or of a class with its names.
+
+    Args:
+        self: the module.
+        hidden: [N, positions, width], of all positions or of this rank's.
+    """
+    first = 0 if self.positions is None else self.positions.first
+    # The projections are called as modules, so that hooks and adapters on them take part.
+    query, key, value = (
+        projected.unflatten(-1, (self.num_heads, -1))
+        for projected in (
+            self.q_proj(hidden) + self.q_bias,
+            self.k_proj(hidden),
+            self.v_proj(hidden) + self.v_bias,
+        )
+    )
+    query, key = (turned(each, self.rope, first) for each in (query, key))
+    if self.positions is not None:
+        both = torch.cat([key, value], dim=2)
+        seen = self.positions.show(both.flatten(2)).unflatten(-1, both.shape[2:])
+        key, value = seen.chunk(2, dim=2)
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    context = F.scaled_dot_product_attention(query, key, value)
+    return self.proj(self.inner_attn_ln(context.transpose(1, 2).flatten(2)))
 
 
 class CrossVisionSwiGLU(nn.Module):

@@ -1,8 +1,9 @@
 """The sharding of the class that CogAgent's authors publish, which users may load as remote code.
 
 Its names, shapes and order of computation are those of ours. The self attention counts on whole
-widths in its forward, so another one takes its place; the cross attention reads widths that can be
-set; the class computes its loss itself.
+widths in its forward, so another one takes its place, as in the tower of the high-resolution image
+one that knows of positions on other ranks; the cross attention reads widths that can be set; the
+class computes its loss itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from parallel_ext.models.cogagent.cross_visual import attend_to_image
 from parallel_ext.models.cogagent.decoder import expert_output, expert_query_key_value, rotate
 from parallel_ext.models.cogagent.spec import COGAGENT, LAYER
 from parallel_ext.models.cogagent.tokens import TokenRoute
@@ -71,6 +73,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     return scores.softmax(dim=-1, dtype=wide).to(value.dtype) @ value
 
 
+def attend_to_patches(
+    self: nn.Module, x: Tensor, rel_pos_bias: None = None, attn_mask: None = None
+) -> Tensor:
+    """Run the forward of the published tower's ``Attention``, for this rank's positions.
+
+    Args:
+        self: the published module.
+        x: [N, positions, width].
+        rel_pos_bias, attn_mask: refused; the published model has none.
+    """
+    if rel_pos_bias is not None or attn_mask is not None:
+        raise NotImplementedError("a bias or mask of the high-resolution tower is not supported")
+    return attend_to_image(self, x)
+
+
 _DIFFERENT = {
     f"{LAYER}.self_attn": {"forward": expert_attention},
     f"{LAYER}.cross_attn": {"widths": ("cross_hidden_size", "cross_compute_hidden_size")},
@@ -79,6 +96,7 @@ _DIFFERENT = {
 PUBLISHED_COGAGENT = replace(
     COGAGENT,
     regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
+    divided_tower=replace(COGAGENT.divided_tower, forward=attend_to_patches),
     skips=None,  # without an image it fails in any case
     images=None,
     changes_logits=True,

@@ -1,12 +1,12 @@
 """The sharding of CogAgent over ranks; each output that is summed is summed once.
 
 The decoder's heads and both experts' features are sharded, and those of the tower of the
-low-resolution image with its adapter. The tower of the high-resolution image is replicated: its
-norms lie between linears that would be sharded, and go over what would be sharded, 2730 features in
-the published model.
+low-resolution image with its adapter. The tower of the high-resolution image has norms between the
+linears that would be sharded, over what would be sharded, 2730 features in the published model: it
+is whole on every rank, which computes its own positions of each image.
 """
 
-from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.spec import DividedTower, ModelSpec
 from parallel_ext.models.sublayers import RegionNames
 
 LAYER = "model.layers.*"
@@ -57,11 +57,12 @@ COGAGENT = ModelSpec(
     ),
     shared=("model.cross_vision",),
     towers=("model.vision.transformer.layers", "model.cross_vision.vit.model.blocks"),
+    divided_tower=DividedTower("model.cross_vision.vit.model", "blocks", "attn", "pos_embed"),
     skips="model.towers_run",
     images="with_an_image_each",
     unadapted={
         "model.cross_vision.vit.model.blocks": (
-            "EVA2-CLIP-L is whole on every rank; the published code reads the weights of its q, k "
+            "the published code reads the weights of its q, k "
             "and v past these modules, where an adapter is dead, and never runs the last block"
         )
     },
