@@ -41,6 +41,11 @@ def _gradients(layout: Layout, options: dict[str, Any], ranks: list) -> dict[str
 
 
 CASES = {
+    "a tower whole, dp ranks": (
+        Layout(2, 2, 1),
+        {"target_modules": ["language_expert_dense"], "modules_to_save": ["cross_vision"]},
+        [[picture(6)], [text(9)]],
+    ),
     "all linears, four ranks": (Layout(1, 4, 1), EVERYWHERE, [ROWS]),
     "biases of adapters": (Layout(1, 2, 1), {**EVERYWHERE, "lora_bias": True}, [ROWS]),
     "whole modules beside": (

@@ -36,6 +36,7 @@ from reference_ops import counted_both_ways
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext import ops
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM, build_position_ids
 from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.spec import ModelSizes, plan
@@ -185,6 +186,11 @@ def _broken(what: str) -> dict[str, float]:
         own.data = weight.data.chunk(2)[model.parallel_ext_local_shards.mesh.tp_rank].clone()
     elif what == "an output is not summed":
         layer.mlp._forward_hooks.clear()
+    elif what == "a part of the high tower is not summed":
+        cross.vit.model.blocks[0].mlp.w1.used_in_parts.group = ops.ALONE
+    elif what == "keys of the high tower have the gradient of one rank":
+        positions = cross.vit.model.blocks[1].attn.positions
+        positions.show = positions.gather
     elif what == "an output is summed twice":
         layer.self_attn.language_expert_dense.summed_over = (
             layer.self_attn.vision_expert_dense.group
@@ -199,6 +205,8 @@ def _broken(what: str) -> dict[str, float]:
         "a region is not entered",
         "one block in place of three",
         "an output is not summed",
+        "a part of the high tower is not summed",
+        "keys of the high tower have the gradient of one rank",
         "an output is summed twice",
     ],
 )
@@ -260,12 +268,16 @@ def test_a_layer_takes_three_all_reduces_and_two_without_an_image(rows: str, of_
         assert {n: c for n, c in further.items() if n in OTHERS} == {
             n: c for n, c in fewer.items() if n in OTHERS
         }
-    # forward: 2 of each of the tower's 2 layers, 1 of its adapter;
-    # backward: the head, the same of the tower, and the image that all layers look at
-    tower = 2 * 2 + 1 if rows != "text only" else 0
+    # forward: 2 of each of the low tower's 2 layers, 1 of its adapter;
+    # backward: the head, the same of the tower, the image that all layers look at, and the sum of
+    # the high tower's gradients
+    sees = rows != "text only"
+    tower = 2 * 2 + 1 if sees else 0
     assert few[0]["all_reduce"] == tower + 2 * of_layer
-    assert few[0]["swap"] == 1  # rows of the embedding
-    assert few[1]["all_reduce"] == 1 + tower + (tower > 0) + 2 * of_layer
+    # rows of the embedding; keys and values of the high tower's 2 blocks that run; its border
+    assert few[0]["swap"] == 1 + (2 + 1) * sees
+    assert few[1]["all_reduce"] == 1 + tower + 2 * sees + 2 * of_layer
+    assert few[1].get("swap", 0) == (2 + 1) * sees
 
 
 # The shapes of the published model.
