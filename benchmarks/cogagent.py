@@ -47,7 +47,7 @@ COMPETITORS = (OURS, PORT, OURS_GLOO, PORT_GLOO, ONE_PROCESS)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 MOST_SUMS = 3  # over the ranks, in the forward of a layer
 HEAD = "embedding and head"
-TP_SIZES = (2, 4, 8)
+ALL = "all parts"
 PARTS_DTYPE, PARTS_MALLOC = "bfloat16", "tuned"
 
 
@@ -197,18 +197,12 @@ def counted_table() -> str:
     numbers[LOW] -= numbers[ADAPTER]
     numbers[HEAD] -= sum(numbers[part] for part in PARTS)
     full, lora = _flops(model, trains_all=True), _flops(model, trains_all=False)
-    on_a_rank = [
-        {part: count / (1 if part == HIGH else tp) for part, count in full.items()}
-        for tp in TP_SIZES
-    ]
-    shares = [_shares(each) for each in (numbers, full, *on_a_rank, lora)]
+    columns = [(numbers, 1e9), (full, 1e12), (lora, 1e12)]
     rows = []
     for part in (*PARTS, HEAD):
-        of_numbers, of_full, *of_ranks, of_lora = (share[part] for share in shares)
-        cells = [f"{numbers[part] / 1e9:.2f}", of_numbers, f"{full[part] / 1e12:.2f}", of_full]
-        rows.append([part, *cells, *of_ranks, f"{lora[part] / 1e12:.2f}", of_lora])
-    header = ["", "10^9 parameters", "share", "training, TFLOP", "share"]
-    header += [*(f"share on a rank, tp = {tp}" for tp in TP_SIZES), "LoRA, TFLOP", "share"]
+        cells = [(f"{of[part] / unit:.2f}", _shares(of)[part]) for of, unit in columns]
+        rows.append([part, *itertools.chain(*cells)])
+    header = ["", "10^9 parameters", "share", "training, TFLOP", "share", "LoRA, TFLOP", "share"]
     return harness.markdown_table(header, rows)
 
 
@@ -217,14 +211,16 @@ def measured_table(options: argparse.Namespace) -> str:
     dtype, malloc, repetitions = PARTS_DTYPE, PARTS_MALLOC, -(-options.repetitions // 2)
     layers = layers_run(CogAgentConfig())
     rounds = [_rounds([_run("parts", n, dtype, malloc, repetitions)]) for n in (1, 2)]
-    cells: dict[str, list[str]] = {part: [str(layers[part])] for part in PARTS}
+    cells: dict[str, list[str]] = {part: [str(layers[part])] for part in PARTS} | {ALL: [""]}
     for each in rounds:
         times = {part: statistics.median(s) for part, s in harness.seconds(each).items()}
         whole = {part: times[part] * layers[part] for part in PARTS}
         for part, share in _shares(whole).items():
             cells[part] += [harness.spread([1e3 * s for s in harness.seconds(each)[part]])]
             cells[part] += [f"{whole[part]:.1f}", share]
-    rows = [[part, *cells[part]] for part in PARTS]
+        total = f"{sum(whole.values()):.1f}"
+        cells[ALL] += ["", total, ""]
+    rows = [[part, *each] for part, each in cells.items()]
     worst = [f"{harness.disturbance(each):.0%}" for each in rounds]
     rows.append(["disturbed", "", worst[0], "", "", worst[1], "", ""])
     header = [f"{dtype}, {malloc}", "layers"]

@@ -267,7 +267,10 @@ def layers_run(config: CogAgentConfig) -> dict[str, int]:
 
 
 def one_layer_each(model: CogAgentModel) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
-    """Part -> the forward of its first layer, and the inputs of that, which want gradients."""
+    """Part -> the forward of its first layer, and the inputs of that, which want gradients.
+
+    The first block of the high-resolution tower takes this rank's positions itself.
+    """
     low, high = model.vision.transformer.layers[0], model.cross_vision.vit.model.blocks[0]
     width, positions = model.config.vision_config["hidden_size"], model.config.image_tokens - 2
     text = DecoderInputs.of(model)

@@ -45,7 +45,7 @@ from parallel_ext.models.cogagent import (
 from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.parallel.plan import layout_of
 
-# Not EVA2-CLIP-L, the tower of the high-resolution picture, which is whole on every rank.
+# Not EVA2-CLIP-L, the tower of the high-resolution picture, where adapters are refused.
 TARGETS = (
     *("vision_expert_query_key_value", "vision_expert_dense"),
     *("language_expert_query_key_value", "language_expert_dense"),
