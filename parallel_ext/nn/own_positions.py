@@ -37,9 +37,9 @@ class OwnPositions:
         return (ops.take_tokens(args[0], self._sizes, self.group), *args[1:])
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all ranks; each computes all of their gradient."""
+        """Return the hidden states of all positions; every rank has all of their gradient."""
         return ops.gather_tokens(own, self._sizes, self.group, partial_gradient=False)
 
-    def show(self, own: torch.Tensor) -> torch.Tensor:
-        """Return those of all ranks, of which each uses all for its own positions."""
+    def gather_seen(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what each rank's own positions look at; its gradient is the sum of the ranks'."""
         return ops.gather_tokens(own, self._sizes, self.group)

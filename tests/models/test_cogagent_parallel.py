@@ -190,7 +190,7 @@ def _broken(what: str) -> dict[str, float]:
         cross.vit.model.blocks[0].mlp.w1.used_in_parts.group = ops.ALONE
     elif what == "keys of the high tower have the gradient of one rank":
         positions = cross.vit.model.blocks[1].attn.positions
-        positions.show = positions.gather
+        positions.gather_seen = positions.gather
     elif what == "an output is summed twice":
         layer.self_attn.language_expert_dense.summed_over = (
             layer.self_attn.vision_expert_dense.group

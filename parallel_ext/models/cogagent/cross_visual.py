@@ -113,7 +113,7 @@ def attend_to_image(self: nn.Module, hidden: Tensor) -> Tensor:
     query, key = (turned(each, self.rope, first) for each in (query, key))
     if self.positions is not None:
         both = torch.cat([key, value], dim=2)
-        seen = self.positions.show(both.flatten(2)).unflatten(-1, both.shape[2:])
+        seen = self.positions.gather_seen(both.flatten(2)).unflatten(-1, both.shape[2:])
         key, value = seen.chunk(2, dim=2)
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     context = F.scaled_dot_product_attention(query, key, value)
