@@ -20,6 +20,7 @@ from parallel_ext.nn.stale_parameters import mark_replaced
 from parallel_ext.nn.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.carried_optimizer import CarriedOptimizer
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
@@ -81,6 +82,7 @@ def resize_token_embeddings(
     """
     state = state_of(model)
     mesh = state.mesh
+    arrive(_OP_NAME)
     mesh.control.barrier(_OP_NAME)
     asked = {
         "new_num_tokens": new_num_tokens,

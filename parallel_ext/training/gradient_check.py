@@ -19,6 +19,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.temporarily import temporarily
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding.named_shards import named_shards, to_shards
@@ -85,6 +86,7 @@ def check_gradients(
     """
     own, state = model_of(model), state_of(model)
     mesh = state.mesh
+    arrive("check_gradients")
     mesh.control.barrier("check_gradients")
     mesh.control.run_on_all("check_gradients", lambda: _check(own, state, batch, layers))
     require_equal(mesh.control, "check_gradients", {"layers": layers})
