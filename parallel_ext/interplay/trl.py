@@ -18,6 +18,7 @@ from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
 from parallel_ext.parallel.forward import with_balance
+from parallel_ext.parallel.loss_call import who_sees
 from parallel_ext.parallel.state import own_state, state_of
 
 _MODULE = "trl.trainer.utils"
@@ -81,7 +82,7 @@ def _fields(
     count = kwargs.pop("num_items_in_batch", None)
     state = state_of(model)
     head = model.get_submodule(state.spec.head)
-    if (why_not := why_not_fused(head)) is not None:
+    if (why_not := why_not_fused(head) or who_sees(model)) is not None:
         raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
     call = LossCall(fused=True, shared=True)
     with running(call):

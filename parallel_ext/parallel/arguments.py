@@ -1,4 +1,4 @@
-"""What methods of a model's class take: arguments of a call by name, and labels of its own."""
+"""What a call of a method of a model's class means: its arguments by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
-
-_OF_LIBRARIES = ("transformers.", "parallel_ext.")
 
 
 @lru_cache
@@ -38,23 +36,3 @@ def wants_router_logits(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     asked = arguments.get("output_router_logits")
     # Decoders in models of images of transformers 5.15 have no such field.
     return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
-
-
-@lru_cache
-def has_own_loss(cls: type) -> bool:
-    """Return whether a class derived from one of transformers takes labels for a loss of its own.
-
-    Not where it hands them to ``loss_function`` or to the forward of its base, whose loss is known.
-    """
-    take = [each for each in cls.__mro__ if "labels" in _parameters(vars(each).get("forward"))]
-    known = [each.__module__.startswith(_OF_LIBRARIES) for each in take]
-    if known[:1] != [False] or not any(known):
-        return False
-    code = inspect.unwrap(take[0].forward).__code__
-    by_name = any(isinstance(each, tuple) and "labels" in each for each in code.co_consts)
-    asks_base = "__class__" in code.co_freevars and by_name
-    return not asks_base and "loss_function" not in code.co_names
-
-
-def _parameters(function: Any) -> Any:
-    return () if function is None else inspect.signature(function).parameters

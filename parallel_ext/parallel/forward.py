@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
 from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.fused_loss import LossCall, NoLogits, running
@@ -25,9 +24,10 @@ from parallel_ext.nn.loss import (
 )
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.arguments import arguments_of, has_own_loss, wants_router_logits
+from parallel_ext.parallel.arguments import arguments_of, wants_router_logits
+from parallel_ext.parallel.derived_class import LossInside, has_other_loss
 from parallel_ext.parallel.joining import arrive
-from parallel_ext.parallel.loss_call import loss_call, wants_logits
+from parallel_ext.parallel.loss_call import is_own, loss_call, wants_logits
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.validate import is_decoder
@@ -56,6 +56,7 @@ class _Begun:
         shared: labels of a class that classifies, of whose loss dp ranks have shares.
         apart: whether a backward from it is to be refused.
         returns_dict: whether the output is one.
+        is_own: whether the class is one that a user derived, with a forward of its own.
     """
 
     inputs: dict[str, Any]
@@ -66,6 +67,7 @@ class _Begun:
     shared: torch.Tensor | None
     apart: bool
     returns_dict: bool
+    is_own: bool
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     The class is not given the labels, since its loss would take shards for full logits. With labels
     the loss is computed from hidden states and head, and ``logits`` is None in training
     (``nn/fused_loss.py``). In evaluation, or where ``training_logits`` was asked for, it is
-    computed from sharded logits, and these are gathered, replicated, over the true V. Loss and load
+    computed from sharded logits, and these are gathered, replicated, over the true V. A class that
+    a user derived gets labels, all logits and a ``loss_function`` of ours instead. Loss and load
     balancing loss are then this dp rank's shares of those of all batches; without labels the latter
     is that of the rank's own tokens, as in HuggingFace. ``balance_mask`` [B, S] stands for the
     attention mask there. A class that classifies has no sharded logits and keeps its labels.
@@ -83,6 +86,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     begun = _begin(model, state, args, kwargs)
     call, arguments = begun.call, begun.arguments
     with running(call), _counted_if_trained(model, state):
+        if begun.is_own:
+            return _run_own(model, state, begun)
         output = type(model).forward(model, **begun.inputs, return_dict=True)
     if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
         output.aux_loss = _share_of_balance(state, output, arguments)
@@ -107,6 +112,8 @@ def _begin(
             "what it cannot record; torch.export.export, and torch.compile, do"
         )
     # Options of the loss are kept from the class, whose attention may know one by their name.
+    # A class of the user's own gets those of HuggingFace.
+    own = is_own(model)
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
@@ -116,8 +123,15 @@ def _begin(
         inputs.pop("labels", None)  # of the class around a decoder, as Gemma 4's passes them on
     arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
-    labels = None if classifies else inputs.pop("labels", None)
-    want_dict = inputs.pop("return_dict", None)
+    labels = None if classifies else inputs.get("labels")
+    want_dict = inputs.get("return_dict")
+    if own:
+        of_huggingface = options.keys() - set(LOSS_OPTIONS)
+        inputs |= {name: options.pop(name) for name in of_huggingface}
+    elif not classifies:
+        inputs.pop("labels", None)
+    if not own:
+        inputs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
@@ -145,7 +159,35 @@ def _begin(
     shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
     if shared is not None:
         inputs["labels"] = with_a_label(shared)
-    return _Begun(inputs, arguments, options, labels, call, shared, apart, want_dict)
+    return _Begun(inputs, arguments, options, labels, call, shared, apart, want_dict, own)
+
+
+def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
+    """Run the forward of a class that a user derived, and return what it does.
+
+    Its base, or itself, asks ``loss_function`` for the loss, which it may add to.
+    """
+    if begun.call is None:
+        output = type(model).forward(model, **begun.inputs)
+    else:
+
+        @disable_compiler
+        def compute(logits: torch.Tensor, labels: torch.Tensor, **given: Any) -> torch.Tensor:
+            options = {name: value for name, value in given.items() if name in _OF_THE_LOSS}
+            return _loss(model, state, begun.call, logits, labels, options | begun.options)
+
+        loss = LossInside(compute)
+        with loss.inside(model):
+            output = type(model).forward(model, **begun.inputs)
+        if state.mesh.dp_size > 1 and not loss.was_asked:
+            raise NotImplementedError(
+                f"{type(model).__name__}.forward computes a loss of its own, of which dp="
+                f"{state.mesh.dp_size} ranks would not have shares; let it ask self.loss_function, "
+                "or call it without labels, and compute the loss from its logits"
+            )
+    if begun.apart:
+        refuse_backward_apart(state, output)
+    return output
 
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:
@@ -169,6 +211,27 @@ def _with_loss(
     logits = fields.pop("logits")
     if call.fused and state.fused_loss is True and not call.handed_over:
         raise ValueError("fused_loss=True, but an adapter on the output head makes logits")
+    loss = _loss(model, state, call, logits, labels, options)
+    fields |= with_balance(model, state, output, arguments, loss)
+    if wants_logits(model, state):
+        fields["logits"] = logits
+        if call.seen_by is None:
+            fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
+        return type(output)(**fields)
+    trained = type(output)(**fields)
+    object.__setattr__(trained, "logits", NoLogits())  # beside the items
+    return trained
+
+
+def _loss(
+    model: nn.Module,
+    state: ParallelState,
+    call: LossCall,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Return this dp rank's share of the loss, and let the dp ranks compare with it."""
     compared = None
     if _compares_over_dp(model, state):
         compared = state.replicas_over_dp.now(model)
@@ -185,15 +248,7 @@ def _with_loss(
     )
     if compared is not None:
         state.replicas_over_dp.done()
-    fields |= with_balance(model, state, output, arguments, loss)
-    if wants_logits(model, state):
-        fields["logits"] = logits
-        if call.seen_by is None:
-            fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
-        return type(output)(**fields)
-    trained = type(output)(**fields)
-    object.__setattr__(trained, "logits", NoLogits())  # beside the items
-    return trained
+    return loss
 
 
 def with_balance(
@@ -266,20 +321,12 @@ def _refuse_what_fails(
             "cannot take; pass a row of padding whose labels are all -100 instead"
         )
     trains_over_dp = state.mesh.dp_size > 1 and torch.is_grad_enabled()
-    if trains_over_dp and state.spec.head is None and wants_balance(model, state, arguments):
+    around = state.spec.head is None or is_own(model)
+    if trains_over_dp and around and wants_balance(model, state, arguments):
         raise ValueError(
             f"{type(model).__name__}: output_router_logits asks for a load balancing loss, which a "
             f"class around the decoder would compute from the tokens of one of dp="
             f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
-        )
-    if (
-        call is not None
-        and not any(state.spec is each for each in PUBLISHED.values())
-        and has_own_loss(type(model))
-    ):
-        raise NotImplementedError(
-            f"{type(model).__name__}.forward takes labels itself, and its loss would be replaced "
-            "by the model's; call it without labels, and compute the loss from its logits"
         )
     options = [name for name in LOSS_OPTIONS if name in arguments]
     if call is None and options:
@@ -289,7 +336,7 @@ def _refuse_what_fails(
             f"{', '.join(options)}: not an option of a model's loss; compute your own from the "
             "logits of a call without labels"
         )
-    if call is not None and "_loss_function" in vars(model):
+    if call is not None and has_other_loss(model):
         raise ValueError(
             "loss_function was replaced on this parallel model, which computes its loss from "
             "hidden states or shards; compute your own from the logits of a call without labels"

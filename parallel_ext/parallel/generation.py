@@ -22,8 +22,9 @@ from parallel_ext.models._transformers_private import (
     padding_of,
     prefill,
 )
-from parallel_ext.nn.fused_loss import LossCall, running, who_sees_logits
+from parallel_ext.nn.fused_loss import LossCall, running
 from parallel_ext.parallel.beside import is_around
+from parallel_ext.parallel.loss_call import who_sees
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 
 _INSTEAD = "; use model.generate(), which gathers the logits"
@@ -100,7 +101,7 @@ def generate(
             f"{type(model).__name__} is none; call its own generate(), or give the causal model in "
             "it to px.generate"
         )
-    why = who_sees_logits(parallel.get_submodule(state.spec.head))
+    why = who_sees(parallel)
     if why is not None and state.mesh.tp_size > 1:
         raise NotImplementedError(f"px.generate shows no rank all logits, but {why}{_INSTEAD}")
     if parallel.training:

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from parallel_ext.models import PUBLISHED
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, who_sees_logits, why_not_fused
-from parallel_ext.parallel.state import ParallelState
+from parallel_ext.parallel.derived_class import is_derived
+from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding._torch_private import input_hooks
 
 
@@ -29,22 +31,40 @@ def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, floa
     return changes
 
 
+def is_own(model: nn.Module) -> bool:
+    """Return whether a causal model's class is a user's own, which is given labels and logits."""
+    spec = getattr(model, STATE_NAME).spec
+    published = any(spec is each for each in PUBLISHED.values())
+    return spec.head is not None and not published and is_derived(type(model))
+
+
+def who_sees(model: nn.Module) -> str | None:
+    """Return what of others than this package and transformers sees the logits of a causal model.
+
+    It reads or changes what the output head returns; None where there is no such thing.
+    """
+    head = model.get_submodule(getattr(model, STATE_NAME).spec.head)
+    if (by := who_sees_logits(head)) is not None or not is_own(model):
+        return by
+    return f"the forward of {type(model).__name__} is its own, which sees logits"
+
+
 def loss_call(
     model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
 ) -> LossCall:
     """Return how the forward that begins computes the loss, by all arguments of the call."""
-    head = model.get_submodule(state.spec.head)
-    seen_by = who_sees_logits(head)
+    head, name = model.get_submodule(state.spec.head), type(model).__name__
+    seen_by = who_sees(model)
     if wants_logits(model, state):
         return LossCall(fused=False, seen_by=seen_by)
     why_not = "fused_loss is False"
     if state.fused_loss is not False:
-        why_not = why_not_fused(head)
+        why_not = why_not_fused(head) or seen_by
         if why_not is None and state.spec.changes_logits:
-            why_not = f"{type(model).__name__} changes its logits"
+            why_not = f"{name} changes its logits"
     changes = _changes_of_logits(model, state)
     if why_not is None and changes and options.keys() & {"softcap", "logit_scale"}:
-        why_not = f"softcap and logit_scale come after what {type(model).__name__} does to logits"
+        why_not = f"softcap and logit_scale come after what {name} does to logits"
     return LossCall(
         fused=why_not is None,
         why_not=why_not,

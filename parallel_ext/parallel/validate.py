@@ -18,6 +18,7 @@ from parallel_ext.nn.sharded_module import does_more
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.nn.vocab import refuse_options
 from parallel_ext.parallel.configuration import served, type_of_text
+from parallel_ext.parallel.derived_class import has_other_loss
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import is_parallel
 from parallel_ext.sharding._torch_private import is_compiled
@@ -225,12 +226,14 @@ def check_servable(model: nn.Module) -> None:
                 f"parallelize: {path} has parameters, whose gradient a tp rank would have of "
                 "its own heads alone; make them buffers"
             )
-    for name in ("_loss_function", "loss_function"):
-        if name in model.__dict__:
-            raise ValueError(
-                "parallelize: loss_function was replaced on this instance, which the parallel loss "
-                "would override; remove it, or compute your own loss from the logits"
-            )
+    causal = not is_decoder(model) and not isinstance(model, CLASSIFIERS)
+    replaced = "loss_function" in vars(model) or "_loss_function" in vars(model)
+    if replaced or (causal and has_other_loss(model)):
+        where = "on this instance" if replaced else f"by {type(model).__name__} or its loss_type"
+        raise ValueError(
+            f"parallelize: loss_function was replaced {where}, which the parallel loss would "
+            "override; remove it, or compute your own loss from the logits"
+        )
     if "forward" in model.__dict__:
         raise ValueError(
             "parallelize: forward was replaced on this instance, as torch.compile, accelerate's "

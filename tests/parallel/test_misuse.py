@@ -276,6 +276,10 @@ def test_mesh_errors_name_the_world_and_what_was_asked_for(
     pool(2).assert_raises(_mesh_with, sizes, error="ValueError", words=words)
 
 
+class _WithLoss(transformers.LlamaForCausalLM):
+    loss_function = staticmethod(lambda *_, **__: None)
+
+
 class _ScaledLinear(torch.nn.Module):
     """A layer of another package, whose forward no weight tells."""
 
@@ -332,6 +336,8 @@ def _parallelize(case: str) -> None:
         model.model.layers[1] = model.model.layers[0]
     elif case == "own loss":
         model.loss_function = lambda *_, **__: None
+    elif case == "own loss of the class":
+        model.__class__ = _WithLoss
     elif case == "gradient hook":
         model.lm_head.weight.register_post_accumulate_grad_hook(print)
     elif case == "wrong rows":
@@ -395,6 +401,7 @@ def _parallelize(case: str) -> None:
         ],
         "shared layer": ["model.layers.1.self_attn.q_proj.weight is the same parameter as"],
         "own loss": ["loss_function was replaced on this instance"],
+        "own loss of the class": ["loss_function was replaced by _WithLoss or its loss_type"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
         "other weights": ["must be equal on all ranks, but is of shape", "load the same weights"],
         "frozen on one rank": ["lm_head.weight", "True", "False"],

@@ -23,6 +23,7 @@ from reference import (
     shard_differences,
 )
 from reference_loss import dense_statistics
+from reference_training import difference_trained
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -249,14 +250,66 @@ def _loss_of_a_class_that_changes_logits(how: dict[str, Any]) -> tuple[float, fl
     return model(**data).loss.item(), reference(**data).loss.item()
 
 
+class _Added(transformers.LlamaForCausalLM):
+    """A class of a user, which chooses labels and adds to the loss of its base."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        if labels is not None:
+            labels = labels.masked_fill(labels % 3 == 0, -100)
+        output = super().forward(input_ids, labels=labels, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + output.logits.pow(2).mean()
+        return output
+
+
+class _Smoothed(transformers.LlamaForCausalLM):
+    """A class of a user, whose loss is its own, and whose forward takes no other arguments."""
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        logits = super().forward(input_ids).logits[:, :-1].flatten(0, 1)
+        smoothed = {"label_smoothing": 0.3}
+        return (torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), **smoothed),)
+
+
+def _trained_by_a_derived_class(cls: type, tp: int) -> float:
+    mesh, reference = mesh_of(tp), Tiny().model()
+    reference.__class__ = cls
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    ids = torch.arange(3, 35).view(2, 16)
+    own = ids.chunk(mesh.dp_size)[mesh.dp_rank]
+    if tp > 1:
+        with pytest.raises(NotImplementedError, match="but the forward of _.* is its own"):
+            px.generate(model.eval(), own, max_new_tokens=1)
+    model.train()
+    return difference_trained(
+        reference,
+        model,
+        lambda step: tuple(
+            m(input_ids=each + step, labels=each + step)[0]
+            for m, each in ((reference, ids), (model, own))
+        ),
+    )
+
+
+@pytest.mark.parametrize(("cls", "tp"), [(_Added, 2), (_Added, 1), (_Smoothed, 2)])
+def test_the_loss_of_a_derived_class_is_that_of_one_process(cls: type, tp: int) -> None:
+    for worst in pool(2).run(_trained_by_a_derived_class, cls, tp):
+        assert worst <= 1e-10
+
+
+def test_a_class_with_another_loss_is_refused_over_dp() -> None:
+    words = "_Smoothed.forward computes a loss of its own, of which dp=2 ranks would not have"
+    pool(2).assert_raises(_trained_by_a_derived_class, _Smoothed, 1, words=words)
+
+
 def test_a_class_that_changes_logits_needs_them() -> None:
     pool(2).assert_raises(
         _loss_of_a_class_that_changes_logits,
-        {},
-        error="RuntimeError",
-        words="class changes what the output head returns",
+        {"fused_loss": True},
+        error="ValueError",
+        words="fused_loss=True, but the forward of _Tempered is its own, which sees logits",
     )
-    for how in ({"training_logits": True}, {"fused_loss": False}):
+    for how in ({}, {"training_logits": True}, {"fused_loss": False}):
         for ours, expected in pool(2).run(_loss_of_a_class_that_changes_logits, how):
             assert ours == pytest.approx(expected, rel=1e-9)
 
