@@ -1,4 +1,4 @@
-"""A class that a user derives from one of transformers, whose forward goes on with the loss."""
+"""A class that a user derives from one of transformers, whose forward may add to the loss."""
 
 from __future__ import annotations
 
