@@ -156,12 +156,13 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
     missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
+    # Wrappers may answer for what they wrap, whose parameters have other names.
+    modules = dict(model.named_modules(remove_duplicate=False))
+
     def find(path: str) -> nn.Module | None:
-        try:
-            return model.get_submodule(path)
-        except AttributeError:
+        if path not in modules:
             missing.append(path)
-            return None
+        return modules.get(path)
 
     names = dict(model.named_parameters())
     if spec.scaled_embedding is not None and (embedding := find(spec.embedding)) is not None:

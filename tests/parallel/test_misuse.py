@@ -276,6 +276,18 @@ def test_mesh_errors_name_the_world_and_what_was_asked_for(
     pool(2).assert_raises(_mesh_with, sizes, error="ValueError", words=words)
 
 
+class _Answering(torch.nn.Module):
+    """A wrapper that hands on the attributes of what it wraps."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        inner = super().__getattr__("inner")
+        return inner if name == "inner" else getattr(inner, name)
+
+
 class _WithLoss(transformers.LlamaForCausalLM):
     loss_function = staticmethod(lambda *_, **__: None)
 
@@ -325,6 +337,8 @@ def _parallelize(case: str) -> None:
         model.model.layers[0].self_attn.q_proj = _ScaledLinear(72, 31, dtype=torch.float64)
     elif case == "wrapped head":
         model.lm_head = torch.nn.Sequential(model.lm_head)
+    elif case == "wrapped layer":
+        model.model.layers[1] = _Answering(model.model.layers[1])
     elif case == "embedding of others":
         model.model.embed_tokens = _ScaledLinear(101, 31, dtype=torch.float64)
     elif case in EMBEDDING_OPTIONS:
@@ -389,6 +403,7 @@ def _parallelize(case: str) -> None:
         "gradient hook": ["parallelize: lm_head.weight has gradient hooks, which would be lost"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],
         "layer of others": ["model.layers.0.self_attn.q_proj is a _ScaledLinear; only plain torch"],
+        "wrapped layer": ["lacks what the spec for 'llama' names: model.layers.1.self_attn"],
         "wrapped head": ["lm_head is a Sequential; only plain torch.nn modules can be sharded"],
         "embedding of others": ["model.embed_tokens is a _ScaledLinear; only plain torch.nn"],
         **{
