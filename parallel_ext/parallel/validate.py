@@ -173,7 +173,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if (divided := spec.divided_tower) is not None and (tower := find(divided.path)) is not None:
         if not hasattr(tower, divided.learned):
             missing.append(f"{divided.path}.{divided.learned}")
-        for name, _ in tower.get_submodule(divided.blocks).named_children():
+        for name, _ in getattr(tower, divided.blocks, nn.Module()).named_children():
             find(f"{divided.path}.{divided.blocks}.{name}.{divided.attention}")
     if spec.skips is not None and find(spec.skips.rpartition(".")[0]) is not None:
         owner, _, method = spec.skips.rpartition(".")

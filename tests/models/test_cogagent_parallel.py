@@ -378,6 +378,7 @@ def _without_hook_point() -> None:
     model = tiny_model()
     del model.model.vision.linear_proj.act1
     del model.model.layers[1].cross_attn.num_heads
+    del model.model.cross_vision.vit.model.blocks[0].attn
     parallel(model, Layout(1, 2, 1).mesh())
 
 
@@ -405,7 +406,8 @@ REFUSALS = {
     "names that are missing": (
         _without_hook_point,
         2,
-        "names: model.vision.linear_proj.act1, model.layers.1.cross_attn.num_heads",
+        "names: model.vision.linear_proj.act1, model.cross_vision.vit.model.blocks.0.attn, "
+        "model.layers.1.cross_attn.num_heads",
     ),
     "a bias that ranks would add": (_with_bias, 2, "vision_mlp.down_proj has a bias"),
     "no experts to deal": (_experts, 2, "ep=2, but no layer of this 'cogagent' has experts"),
