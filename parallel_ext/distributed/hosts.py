@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,15 +17,17 @@ class Host(NamedTuple):
     Attributes:
         name: of the host; perhaps that of another as well.
         machine: an id of the machine since its last start.
+        mounts: an id of what is mounted where, which containers on one machine do not share.
     """
 
     name: str
     machine: str
+    mounts: str = ""
 
     @classmethod
     def own(cls) -> Host:
         """Return the host of this process."""
-        return cls(socket.gethostname(), machine())
+        return cls(socket.gethostname(), machine(), _mounts())
 
 
 def machine() -> str:
@@ -33,6 +36,13 @@ def machine() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def _mounts() -> str:
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:  # no /proc: nothing tells it from another
+        return ""
 
 
 class Hosts:
@@ -67,7 +77,8 @@ class Hosts:
         """
         by_host: dict[Host | None, list[int]] = {}
         for rank in ranks:
-            by_host.setdefault(self._of_ranks[rank] if self.several else None, []).append(rank)
+            host = self._of_ranks[rank]._replace(mounts="") if self.several else None
+            by_host.setdefault(host, []).append(rank)
         return " and ".join(
             f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
             + (f" on host {host.name}" if host else "")

@@ -178,6 +178,20 @@ def test_a_directory_that_is_not_shared_is_found_before_anything_is_written(
     assert not [path for path in tmp_path.rglob("*") if "token" in path.name]
 
 
+def test_containers_of_one_machine_and_one_name_are_told_apart(tmp_path: Path) -> None:
+    need_hosts()
+    with two_hosts() as hosts:
+        for host in hosts:
+            host.run("hostname", "one")
+            host.own_directory(tmp_path)
+        ranks = Ranks(4, Hosts(hosts, 2))
+        try:
+            said = f"{tmp_path} is not the same directory on rank 0 (host one) and rank 2 (host one"
+            ranks.assert_raises(_save_to, "save_checkpoint", tmp_path, words=said)
+        finally:
+            ranks.close()
+
+
 def _entries(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
