@@ -168,6 +168,7 @@ def save_checkpoint(
             given = {**loop, "keep_last": keep_last, "keep_every": keep_every}
             to_json(given, "what to save")  # refuses what JSON cannot hold
             texts = {name: json.dumps(each, sort_keys=True) for name, each in given.items()}
+            texts["root"] = str(at)  # a relative one may lie elsewhere on each rank
             return loop, plan, {**texts, **plan.in_words()}, rng.capture(mesh)
 
         loop, plan, given, random_state = mesh.control.run_on_all(op_name, prepare)

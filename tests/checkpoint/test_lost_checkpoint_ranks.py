@@ -168,6 +168,7 @@ def _differing(case: str, root: Path) -> tuple[str, list[str]]:
     cases: dict[str, Callable[[], Any]] = {
         "step": lambda: px.save_checkpoint(root, 2 + other, *job),
         "root": lambda: px.save_checkpoint(f"{root}{'x' * other}", 2, *job),
+        "working directory": lambda: _save_in(root.parent / str(other), *job),
         "data": lambda: px.save_checkpoint(root, 2, *job, data_state=other),
         "data that is no JSON": lambda: px.save_checkpoint(
             root, 2, *job, data_state={1} if other else 1
@@ -210,6 +211,16 @@ def _differing(case: str, root: Path) -> tuple[str, list[str]]:
     return str(raised.value), [cls.__name__ for cls in type(raised.value).__mro__]
 
 
+def _save_in(folder: Path, *job: Any) -> None:
+    before = Path.cwd()
+    folder.mkdir()
+    os.chdir(folder)
+    try:
+        px.save_checkpoint("ckpts", 2, *job)
+    finally:
+        os.chdir(before)
+
+
 def _with_state(model: Any, optimizer: Any, other: bool) -> Any:
     for parameter in model.parameters():
         dtype = torch.float64 if other else torch.float32
@@ -225,6 +236,7 @@ def _with_rate(optimizer: Any, other: bool) -> Any:
 DIFFERING = {
     "step": "rank 1: save_checkpoint of step 3",
     "root": "rank 1: save_checkpoint of step 2 to ",
+    "working directory": "True/ckpts on rank 1",
     "data": "data_state must be equal on all ranks, but is ",
     "data that is no JSON": "data_state",
     "optimizer": "with optimizer SGD",
