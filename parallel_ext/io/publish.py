@@ -56,7 +56,7 @@ class Publication:
         self.target = Path(os.path.realpath(target))
         if self.target.exists() and not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file; a directory is needed to save into")
-        if self.target == Path.cwd():
+        if self.target.exists() and os.path.samefile(self.target, os.curdir):
             raise CheckpointError(
                 f"{self.target} is the working directory of this process; a save replaces the "
                 "directory, so choose one inside it"

@@ -430,6 +430,20 @@ def test_the_working_directory_is_not_replaced(
         Publication(".")
 
 
+def test_a_working_directory_that_is_gone_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, out = tmp_path / "gone", tmp_path / "out"
+    gone.mkdir()
+    out.mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(gone)
+        gone.rmdir()
+        with Publication(out) as temporary:
+            (temporary / "config.json").write_bytes(b"new")
+    assert (out / "config.json").read_bytes() == b"new"
+
+
 def test_the_plan_balances_bytes_and_keeps_wide_dtypes_aligned() -> None:
     sizes = [3, 1000, 7, 500, 501, 2, 400]
     dtypes = [torch.bfloat16, torch.float32]
