@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.hosts import Hosts
-from parallel_ext.distributed.interfaces import connect_within, hint
+from parallel_ext.distributed.interfaces import cause, connect_within
 from parallel_ext.distributed.limited_store import (
     GRACE_S,
     LimitedStore,
@@ -251,6 +252,12 @@ def join_job(backend: str, timeout: float) -> None:
             multi_tenant=True,
         )
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise OSError(
+                errno.EADDRINUSE,
+                f"init_mesh: another process has the port {port} of MASTER_PORT, perhaps another "
+                "job of this host; give each job its own",
+            ) from error
         raise CollectiveTimeout(
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
@@ -265,7 +272,7 @@ def join_job(backend: str, timeout: float) -> None:
     except RuntimeError as error:
         raise CollectiveTimeout(
             f"init_mesh: every rank must come, but {barrier.lost('start', range(size))}"
-            f"{hint(error)}"
+            f"{cause(error)}"
         ) from error
     finally:
         limited.close()

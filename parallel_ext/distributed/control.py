@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ from parallel_ext.distributed.errors import (
     shared_class,
 )
 from parallel_ext.distributed.hosts import Host, Hosts
-from parallel_ext.distributed.interfaces import connect_within, hint
+from parallel_ext.distributed.interfaces import cause, connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore
 from parallel_ext.distributed.new_keys import new_keys
 from parallel_ext.ops import ALONE, Group
@@ -87,6 +88,7 @@ class ControlPlane:
     def __init__(self, timeout: float, op_name: str, beside: ControlPlane | None = None) -> None:
         self.rank, self.world_size = world()
         self.timeout = timeout
+        self._process = os.getpid()
         self.group = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
         self.members: dict[Group, str] = {}
@@ -133,7 +135,7 @@ class ControlPlane:
             missing = self._barrier.lost(f"connection {self._connections}", own)
             raise CollectiveTimeout(
                 f"{self._op_name}: ranks {', '.join(map(str, own))} must connect, but {missing}"
-                f"{hint(error)}"
+                f"{cause(error)}"
             ) from error
         if process_group is None:  # this rank is in none of them
             return ALONE
@@ -176,7 +178,20 @@ class ControlPlane:
             DisagreementError: all came, but to different things; names who is where.
         """
         if self._barrier is not None:
+            self._refuse_fork(op_name)
             self._barrier.wait(op_name)
+
+    def _refuse_fork(self, op_name: str) -> None:
+        """Raise in a process forked from a rank, where a collective would wait for ever.
+
+        The threads of gloo are not in it, and to the other ranks it would be this rank.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{op_name}: this process was forked from rank {self.rank}, and cannot take its "
+                "place; call it in the process that called px.init_mesh, as a worker of a "
+                "DataLoader is not"
+            )
 
     def lost(self, failed: str, group_name: str) -> str:
         """Return in words who of a group is missing, as :meth:`MonitoredBarrier.lost`."""
@@ -191,7 +206,9 @@ class ControlPlane:
         Raises:
             CollectiveTimeout: names the ranks that did not fail in the same collective.
             NotImplementedError: another thread of this process uses the group.
+            RuntimeError: the group was destroyed, or this process was forked from the rank.
         """
+        self._refuse_fork(op_name)
         self._calls[group.name] += 1
         try:
             return call()

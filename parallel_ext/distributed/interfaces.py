@@ -45,6 +45,15 @@ def hint(error: BaseException) -> str:
     return f"; gloo could not connect to a rank{address}; if all are alive, {set_it}"
 
 
+def cause(error: BaseException) -> str:
+    """Return why this rank could not connect, as the end of a sentence about others.
+
+    It is the :func:`hint`, if there is one; else what failed here, such as too many open files.
+    """
+    first_line = str(error).partition("\n")[0]
+    return hint(error) or f"; this rank had failed by {type(error).__name__}: {first_line}"
+
+
 def connect_within(seconds: float, connect: Callable[[], T]) -> T:
     """Run a call that connects ranks, on a thread of its own, and give it up after some seconds.
 

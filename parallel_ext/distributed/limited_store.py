@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +96,13 @@ class LimitedStore:
             self._thread = threading.Thread(
                 target=_serve, args=(self._calls,), daemon=True, name="store of the job"
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # of this process; nothing is wrong with the store
+                self._thread = None
+                raise OSError(
+                    errno.EAGAIN, f"no thread for {self.where}, since {error}; see ulimit -u and -v"
+                ) from error
         longest = self._limit if longest is None else longest
         answer = Answer()  # of this call, which an interrupt may leave behind
         self._calls.put((answer, call, args))

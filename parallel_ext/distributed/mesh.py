@@ -345,6 +345,7 @@ def init_mesh(
             seconds, or ``device`` is no CPU or GPU.
         RuntimeError: there is no such GPU, two ranks would share one through NCCL, the group of the
             job does not serve the device, or the variables of torchrun are not complete.
+        OSError: another process has the port of ``MASTER_PORT``, or there is no room for a thread.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
         DisagreementError: the ranks ask for different meshes.
 

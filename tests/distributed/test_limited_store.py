@@ -101,6 +101,18 @@ def test_an_interrupt_leaves_no_answer_for_another_call() -> None:
     assert store.add("other", 7) == 7
 
 
+def test_a_process_without_room_for_a_thread_does_not_blame_the_store(
+    silent: _Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as Python does
+
+    barrier = MonitoredBarrier(LimitedStore(silent, LIMIT_S), 0, 2, timeout=60)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(OSError, match="no thread for the store of the job, since can't start new"):
+        barrier.wait("a save")
+
+
 @pytest.mark.parametrize("end", ["close", "forget"])
 def test_the_thread_ends_with_the_store(end: str) -> None:
     store = LimitedStore(_store(), 60)

@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import re
+import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,7 @@ from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.limited_store import LimitedStore
 
 Jobs = dict[str, list[list[tuple[int, str]]]]
+LOST = 1
 OFTEN = 2  # of each case that is run again and again
 
 
@@ -87,6 +90,54 @@ def test_a_rank_that_is_lost_at_the_start_is_named(case: str, waits: int, words:
     assert float(re.search("seconds: (.*)", output)[1]) < short_jobs.TIMEOUT_S + 10
 
 
+def _start_with_few_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == LOST:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        px.init_mesh(tp=2, timeout=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_cannot_connect_says_why() -> None:
+    raised = pool(2).run_raising(_start_with_few_files)
+    pool(2).close()
+    assert "this rank had failed by RuntimeError: " in raised[LOST].text
+    assert "Too many open files" in raised[LOST].text
+
+
+def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(OSError, match=f"another process has the port {port} of MASTER_PORT"):
+            join_job("gloo", 60)
+
+
+def _call_in_a_fork() -> str:
+    model = parallel(Tiny().model(), px.init_mesh(tp=2, timeout=6.0))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            model(**batch(Tiny().vocab_size))
+        except BaseException as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    text, _ = os.read(read, 1000).decode(), os.waitpid(child, 0)
+    model(**batch(Tiny().vocab_size))  # the ranks can still work together
+    return text
+
+
+def test_a_forked_process_is_told_that_it_is_no_rank() -> None:
+    texts = pool(2).run(_call_in_a_fork, timeout_s=60)
+    for rank, text in enumerate(texts):
+        assert f"forward: this process was forked from rank {rank}, and cannot take" in text
+
+
 def _held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -139,9 +190,6 @@ def test_a_store_that_died_during_a_long_step_is_an_error() -> None:
         long_step(LimitedStore(_LostStore(), 5), 1, 0, Hosts.unknown(2), timeout=0.1),
     ):
         pass
-
-
-LOST = 1
 
 
 def _train_without(zero: int, backward: bool) -> None:
