@@ -242,14 +242,11 @@ def join_job(backend: str, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     try:
         # As torch's env:// makes it, but without waiting for ranks that it could not name.
-        store = dist.TCPStore(
-            address,
-            port,
-            size,
-            rank == 0 and not by_agent,
-            limit,
-            wait_for_workers=False,
-            multi_tenant=True,
+        own = (address, port, size, rank == 0 and not by_agent, limit)
+        store = connect_within(
+            timeout,
+            lambda: dist.TCPStore(*own, wait_for_workers=False, multi_tenant=True),
+            "the connection",
         )
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):

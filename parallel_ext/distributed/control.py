@@ -107,7 +107,8 @@ class ControlPlane:
         own_keys, answer = new_keys(store, f"{ControlPlane._made}", self.rank, timeout, op_name)
         self._store = LimitedStore(own_keys, timeout)
         self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
-        self._barrier.wait(op_name, answer)  # torch would name nobody who is missing
+        # torch would name nobody who is missing. A rank alone in debugging would exchange more.
+        self._barrier.wait(op_name + ", PARALLEL_EXT_DEBUG=1" * _C.order_check(), answer)
         self.group = self.new_group([range(self.world_size)], backend="gloo", group_desc="control")
         if beside is None:
             self.hosts = Hosts(self.all_gather_object(Host.own(), Host, op_name=op_name))

@@ -54,11 +54,14 @@ def cause(error: BaseException) -> str:
     return hint(error) or f"; this rank had failed by {type(error).__name__}: {first_line}"
 
 
-def connect_within(seconds: float, connect: Callable[[], T]) -> T:
+def connect_within(seconds: float, connect: Callable[[], T], what: str = "connectFullMesh") -> T:
     """Run a call that connects ranks, on a thread of its own, and give it up after some seconds.
 
-    For a rank that does not connect gloo waits five times its timeout. The call has this
-    thread's GPU, and its error is raised.
+    For a rank that does not connect gloo waits five times its timeout, a store twice. The call has
+    this thread's GPU, and its error is raised.
+
+    Args:
+        what: the call, for the error.
 
     Raises:
         RuntimeError: it has not ended in time.
@@ -72,5 +75,5 @@ def connect_within(seconds: float, connect: Callable[[], T]) -> T:
 
     answer, name = Answer(), "connecting ranks"
     threading.Thread(target=answer.by, args=(run,), daemon=True, name=name).start()
-    late = RuntimeError(f"connectFullMesh has not ended within {seconds:g} s")
+    late = RuntimeError(f"{what} has not ended within {seconds:g} s")
     return answer.within(seconds, late)

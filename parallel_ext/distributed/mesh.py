@@ -20,6 +20,7 @@ from parallel_ext.distributed.barrier import join_job
 from parallel_ext.distributed.control import ControlPlane, require_equal, world
 from parallel_ext.distributed.errors import check_positive
 from parallel_ext.ops import ALONE, Group
+from parallel_ext.version import VERSION
 
 
 def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -80,6 +81,7 @@ class Mesh:
         if self.world_size == 1:
             return
         asked = {"tp": tp, "ep": ep, "dp": dp, "timeout": timeout, "device": device.type}
+        asked |= {"parallel_ext": VERSION, "torch": torch.__version__.partition("+")[0]}
         require_equal(self.control, "init_mesh", asked)
         if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
             _refuse_shared_gpus(self.control, device)
@@ -347,7 +349,7 @@ def init_mesh(
             job does not serve the device, or the variables of torchrun are not complete.
         OSError: another process has the port of ``MASTER_PORT``, or there is no room for a thread.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
-        DisagreementError: the ranks ask for different meshes.
+        DisagreementError: the ranks ask for different meshes, or have different versions.
 
     Example:
         >>> mesh = init_mesh()

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from ranks import Raised, pool
 from reference import Tiny, batch, parallel
 
 import parallel_ext as px
-from parallel_ext import ops
+from parallel_ext import _C, ops
+from parallel_ext.distributed import mesh
 from parallel_ext.distributed.barrier import join_job, long_step
+from parallel_ext.distributed.errors import CollectiveTimeout
 from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.limited_store import LimitedStore
 
@@ -115,6 +118,43 @@ def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setenv(name, value)
         with pytest.raises(OSError, match=f"another process has the port {port} of MASTER_PORT"):
             join_job("gloo", 60)
+
+
+def test_a_store_that_nobody_keeps_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    own = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match=f"rank 1 does not reach .*127.0.0.1:{port}"):
+        join_job("gloo", 6)
+    assert time.monotonic() - began < 8, "a TCPStore takes twice its timeout"
+
+
+def _join_differently(what: str) -> None:
+    other = dist.get_rank() == LOST
+    before = _C.order_check(), mesh.VERSION
+    if other and what == "debugging":
+        _C.set_order_check(True)
+    elif other:
+        mesh.VERSION = "0.0"
+    try:
+        px.init_mesh(tp=2, timeout=20)
+    finally:
+        _C.set_order_check(before[0])
+        mesh.VERSION = before[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("debugging", "rank 0: init_mesh; rank 1: init_mesh, PARALLEL_EXT_DEBUG=1"),
+        ("version", "init_mesh: parallel_ext must be equal on all ranks, but is "),
+    ],
+)
+def test_ranks_that_were_started_differently_are_named(what: str, words: str) -> None:
+    pool(2).assert_raises(_join_differently, what, error="DisagreementError", words=words)
 
 
 def _call_in_a_fork() -> str:
