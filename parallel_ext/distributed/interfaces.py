@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -74,6 +75,12 @@ def connect_within(seconds: float, connect: Callable[[], T], what: str = "connec
         return connect()
 
     answer, name = Answer(), "connecting ranks"
-    threading.Thread(target=answer.by, args=(run,), daemon=True, name=name).start()
+    thread = threading.Thread(target=answer.by, args=(run,), daemon=True, name=name)
+    try:
+        thread.start()
+    except RuntimeError as error:  # of this process, not of a peer
+        raise OSError(
+            errno.EAGAIN, f"no thread for {name}, since {error}; see ulimit -u and -v"
+        ) from error
     late = RuntimeError(f"{what} has not ended within {seconds:g} s")
     return answer.within(seconds, late)

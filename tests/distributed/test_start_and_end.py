@@ -98,7 +98,7 @@ def _start_with_few_files() -> None:
     if dist.get_rank() == LOST:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
-        px.init_mesh(tp=2, timeout=4)
+        px.init_mesh(tp=2, timeout=8)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
