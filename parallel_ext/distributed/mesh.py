@@ -314,6 +314,18 @@ def _device_of(asked: torch.device | str | None) -> torch.device:
     return device
 
 
+def _refuse_one_of_many() -> None:
+    """Raise in one of several tasks that were started without ``RANK``, each a job by itself."""
+    for launcher, name in (("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE")):
+        tasks = os.environ.get(name, "1")
+        if tasks != "1" and "WORLD_SIZE" not in os.environ:
+            raise RuntimeError(
+                f"init_mesh: {launcher} has started {tasks} tasks without RANK, each of which would "
+                "train alone; set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
+                "each, or WORLD_SIZE=1 where each shall be a job of its own"
+            )
+
+
 def init_mesh(
     tp: int = 1,
     ep: int = 1,
@@ -346,7 +358,8 @@ def init_mesh(
         ValueError: the sizes do not multiply to the world size, ``timeout`` is no number of
             seconds, or ``device`` is no CPU or GPU.
         RuntimeError: there is no such GPU, two ranks would share one through NCCL, the group of the
-            job does not serve the device, or the variables of torchrun are not complete.
+            job does not serve the device, the variables of torchrun are not complete, or srun or
+            mpirun has started several tasks without them.
         OSError: another process has the port of ``MASTER_PORT``, or there is no room for a thread.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
         DisagreementError: the ranks ask for different meshes, or have different versions.
@@ -364,7 +377,9 @@ def init_mesh(
     device = _device_of(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized() and "RANK" in os.environ:
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        _refuse_one_of_many()
+    elif not dist.is_initialized():
         join_job("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         _made_here.append(dist.group.WORLD)
     world_size = world()[1]

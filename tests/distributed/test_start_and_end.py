@@ -294,3 +294,14 @@ def test_what_is_missing_of_the_variables_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(RuntimeError, match="RANK is set, but not .*WORLD_SIZE"):
         join_job("gloo", 60)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_tasks_without_a_rank_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(RuntimeError, match="started 4 tasks without RANK"):
+        px.init_mesh()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert px.init_mesh().world_size == 1
