@@ -171,6 +171,10 @@ class PartialGradients:
         self._beside += new
         self._beside_group = group
 
+    def train_beside(self) -> bool:
+        """Return whether a parameter outside of the model is trained, the same on all ranks."""
+        return any(parameter.requires_grad for parameter in self._beside)
+
     def _open_beside(self, parameter: nn.Parameter) -> None:
         before, after = gradient_hooks(parameter)
         if before or after != [self._open_beside]:

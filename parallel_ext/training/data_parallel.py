@@ -33,10 +33,10 @@ from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding._torch_private import disable_compiler, tree_leaves
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
-from parallel_ext.sharding.slices import from_each_rank
 from parallel_ext.training.called_alone import CalledAlone
 from parallel_ext.training.fsdp_collectives import exchange_by
 from parallel_ext.training.fsdp_parameters import FSDPParameters
+from parallel_ext.training.gradients_of_inputs import GradientsOfInputs, on_any_rank
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,7 +111,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             _shard(own, state, zero)
         if state.spec.skips is not None:
             owner, _, method = state.spec.skips.rpartition(".")
-            setattr(own.get_submodule(owner), method, partial(_run_on_any, mesh))
+            setattr(own.get_submodule(owner), method, partial(on_any_rank, mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
         own.set_requires_gradient_sync = _refuse_gradient_sync
@@ -256,6 +256,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 fully_shard(module, mesh=dense, **options)
     for module in (*_of_other_dtypes(model, ignored, frozen=False), model):
         fully_shard(module, mesh=dense, **options)
+    if state.partials is not None:
+        inputs = GradientsOfInputs(model.get_submodule(state.spec.embedding), state.partials, mesh)
+        model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
     # Before FSDP's, which gathers.
     model.register_forward_pre_hook(lambda *_: arrive("forward"), prepend=True)
     if state.invariant is not None:
@@ -401,15 +404,6 @@ class _AfterForward:
         self._state.fsdp_gradients.begin_backward()
         if self._state.partials is not None:
             self._state.partials.open()
-
-
-def _run_on_any(mesh: Mesh, *needed: bool) -> tuple[bool, ...]:
-    """Return for each optional part of the model whether a dp rank needs it; all then run it.
-
-    FSDP gathers and reduces with all of them; called once a forward, one all-gather over dp.
-    """
-    own = torch.tensor(needed, dtype=torch.float32, device=mesh.device)
-    return tuple((from_each_rank(own, mesh.dp).sum(0) > 0).tolist())
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
