@@ -11,7 +11,7 @@ from torch.nn import utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay import ddp, gradients, optimizers, own_modules
@@ -43,6 +43,7 @@ def serve() -> None:
         *(own_modules.save_pretrained, own_modules.resize_token_embeddings),
         *(own_modules.tie_weights, own_modules.num_parameters),
     )
+    extend_by_name(GenerationMixin, own_modules.generate)
     extend(unscale_grads, gradients.unscale_grads_)
     extend_by_name(Optimizer, optimizers.state_dict, optimizers.load_state_dict)
     register(REFUSALS)

@@ -7,7 +7,7 @@ copy and no HuggingFace class changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.joining import arrive, call_together
-from parallel_ext.parallel.state import ParallelState, state_of
+from parallel_ext.parallel.state import ParallelState, own_state, state_of
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.version import VERSION
@@ -38,25 +38,38 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     other's forwards, all of them generate at the same time, each on its own prompts, and
     ``synced_gpus`` is on even if a trainer asks for False: who is done runs the others' forwards.
     """
+    return generate_by(type(model).generate, model, *args, **kwargs)
+
+
+def generate_by(plain: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run ``plain(model, ...)``, which generates, as :func:`generate` does.
+
+    Args:
+        model: a parallel model, or of a class of transformers around one.
+    """
     state = state_of(model)
     if state.forwards_together:
         kwargs["synced_gpus"] = True
     state.generates = True
     try:
-        return _generate(model, state, *args, **kwargs)
+        return _generate(plain, model, state, *args, **kwargs)
     finally:
         state.generates = False
         to_shards(model)
 
 
-def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any) -> Any:
+def _generate(
+    plain: Callable[..., Any], model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any
+) -> Any:
     mesh = state.mesh
     if mesh.tp_size == 1:
-        return type(model).generate(model, *args, **kwargs)
+        return plain(model, *args, **kwargs)
     if mesh.dp_size == 1 or state.forwards_together:
         arrive(f"{type(model).__name__}.generate")
     arguments = arguments_of(model, "generate", args, kwargs)
     arguments["model.generation_config"] = model.generation_config
+    if own_state(model) is None and "input_ids" in arguments:  # whose ids of images may be others
+        arguments["ids of the model around it"] = arguments.pop("input_ids")
     if state.agreement is not None:
         state.agreement.check(f"{type(model).__name__}.generate", arguments, "")
     configs = (arguments.get("generation_config"), model.generation_config)
@@ -70,7 +83,7 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
     if mesh.device.type == "cuda":
         of_gpu = _random_numbers_of_first_rank(mesh, torch.cuda)
     with _random_numbers_of_first_rank(mesh, torch), of_gpu:
-        return type(model).generate(model, *args, **kwargs)
+        return plain(model, *args, **kwargs)
 
 
 def prepare_inputs_for_generation(

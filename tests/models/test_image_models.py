@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -98,10 +100,13 @@ def test_tp_ranks_with_other_labels_raise(kind: str) -> None:
         assert "they differ in labels of the model around it (other values" in why
 
 
-def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
+def _with_text_alone(kind: str, layout: Layout, trained: str, zero: int) -> tuple[float, float]:
     """As ``_trained``, of a step in which the first half of the rows has no image."""
     mesh = layout.mesh()
-    reference, ours = parallel_pair(kind, mesh)
+    reference, ours = parallel_pair(kind, mesh, zero=zero)
+    for model in (reference, ours):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
     batch = image_batch(4, kind)
     halves = [{n: each[of] for n, each in batch.items()} for of in (slice(2), slice(2, 4))]
     text = halves[0]["labels"].clamp(min=3)
@@ -123,9 +128,16 @@ def _with_text_alone(kind: str, layout: Layout) -> tuple[float, float]:
     return difference(mean / mesh.world_size, expected), of_weights
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen3_vl", "qwen3_5_moe"])
-def test_a_dp_rank_may_have_text_alone(kind: str) -> None:
-    for differences in pool(2).run(_with_text_alone, kind, LAYOUTS[1]):
+@pytest.mark.parametrize(
+    ("kind", "trained", "zero"),
+    [
+        *((kind, "", 2) for kind in ("llava", "gemma3", "qwen3_vl", "qwen3_5_moe")),
+        *(("llava", "multi_modal_projector", 2), ("qwen3_vl", "visual", 3)),
+    ],
+)
+def test_a_dp_rank_may_have_text_alone(kind: str, trained: str, zero: int) -> None:
+    """Also where what is trained is reached by images alone, through a frozen decoder."""
+    for differences in pool(2).run(_with_text_alone, kind, LAYOUTS[1], trained, zero):
         assert max(differences) <= 1e-6
 
 
@@ -333,6 +345,35 @@ def test_it_generates_the_tokens_of_one_process(kind: str, layout: Layout) -> No
     assert all(pool(2).run(_generated, kind, layout))
 
 
+def _generated_apart(kind: str, layout: Layout, options: dict[str, Any]) -> bool:
+    """Whether dp ranks that end at other lengths, and draw by one seed on rank 0, agree."""
+    mesh = layout.mesh()
+    reference, ours = parallel_pair(kind, mesh, zero=3)
+    batch = image_batch(2, kind, seed=mesh.dp_rank)
+    del batch["labels"]
+    tokens = []
+    for model, seed in ((reference, 0), (ours, mesh.rank % mesh.tp_size)):
+        torch.manual_seed(seed)
+        length = 2 + 4 * mesh.dp_rank
+        tokens.append(model.eval().generate(**batch, max_new_tokens=length, **options))
+    return torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "options"),
+    [
+        ("llava", LAYOUTS[0], {"do_sample": True}),
+        ("qwen3_vl", LAYOUTS[1], {"use_cache": False, "num_beams": 2}),
+        ("gemma3", LAYOUTS[1], {"eos_token_id": None}),
+    ],
+    ids=str,
+)
+def test_ranks_draw_the_same_tokens_and_end_at_their_own_lengths(
+    kind: str, layout: Layout, options: dict[str, Any]
+) -> None:
+    assert all(pool(2).run(_generated_apart, kind, layout, options))
+
+
 def _generated_by_px() -> list[str]:
     _, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
     ids = image_batch(2)["input_ids"]
@@ -468,3 +509,41 @@ def test_a_head_of_ones_own_stays_tied(layout: Layout) -> None:
     for error, replaced in pool(layout.world).run(_own_head, layout):
         assert error <= 1e-7
         assert "weight" in replaced
+
+
+class Projected(nn.Module):
+    """A frozen decoder behind a trained projector, which rows without an image pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder_of(tiny_model("llava")).requires_grad_(False)
+        self.projector = nn.Linear(6, 64).double()
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor | None = None) -> torch.Tensor:
+        if images is None:
+            return self.decoder(ids).last_hidden_state.square().mean()
+        rows = self.decoder.get_input_embeddings()(ids) + self.projector(images)
+        return self.decoder(inputs_embeds=rows).last_hidden_state.square().mean()
+
+
+def _passed_by(layout: Layout) -> float:
+    mesh = layout.mesh()
+    torch.manual_seed(3)
+    reference = Projected()
+    ours = copy.deepcopy(reference)
+    px.parallelize(ours.decoder, mesh)
+    px.data_parallel(ours, mesh, zero=3)
+    ids = torch.arange(12).view(2, 6)
+    images = torch.randn(2, 6, 6).double()
+    (reference(ids, images) / 2).backward()
+    if mesh.dp_rank == 0:
+        ours(ids, images).backward()
+    else:
+        ours.decoder.get_input_embeddings()(ids)  # which gathers it with the other rank
+        ours(ids).backward()
+    return difference(ours.projector.weight.grad, reference.projector.weight.grad)
+
+
+def test_a_dp_rank_without_an_image_runs_the_backward_of_a_frozen_decoder() -> None:
+    for error in pool(2).run(_passed_by, LAYOUTS[1]):
+        assert error <= 1e-6
