@@ -320,7 +320,7 @@ def _refuse_one_of_many() -> None:
         tasks = os.environ.get(name, "1")
         if tasks != "1" and "WORLD_SIZE" not in os.environ:
             raise RuntimeError(
-                f"init_mesh: {launcher} has started {tasks} tasks without RANK, each of which would "
+                f"init_mesh: {launcher} has started {tasks} tasks without RANK, so that each would "
                 "train alone; set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
                 "each, or WORLD_SIZE=1 where each shall be a job of its own"
             )
