@@ -61,6 +61,7 @@ struct KnownGroup {
   bool contested = false;                            // a second thread came too early: see claim()
   int64_t compared = 0;                              // collectives whose order was checked
   std::shared_ptr<const Sharing> sharing = nullptr;  // null until the ranks have found it out
+  pid_t process = getpid();                          // that has joined it
 };
 std::map<std::string, KnownGroup> groups;  // by name, guarded by groups_mutex
 
@@ -150,6 +151,9 @@ Token claim(const char* op, const ProcessGroup& group) {
   std::unique_lock<std::mutex> lock(groups_mutex);
   for (;;) {
     KnownGroup& known = known_of(group);
+    TORCH_CHECK(known.process == getpid(), op, ": this process was forked from a rank of group '",
+                group->getGroupName(), "', and cannot take its place; call it in that one, not in ",
+                "a worker of a DataLoader");
     const Token owner = known.thread.lock();
     if (!owner) known.collectives = 0;
     if (!owner || owner == self) {

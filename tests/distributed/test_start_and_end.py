@@ -157,8 +157,9 @@ def test_ranks_that_were_started_differently_are_named(what: str, words: str) ->
     pool(2).assert_raises(_join_differently, what, error="DisagreementError", words=words)
 
 
-def _call_in_a_fork() -> str:
-    model = parallel(Tiny().model(), px.init_mesh(tp=2, timeout=6.0))
+def _call_in_a_fork(agreement: bool) -> str:
+    model = parallel(Tiny().model(), px.init_mesh(tp=2, timeout=6.0), agreement=agreement)
+    model(**batch(Tiny().vocab_size))
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -172,10 +173,11 @@ def _call_in_a_fork() -> str:
     return text
 
 
-def test_a_forked_process_is_told_that_it_is_no_rank() -> None:
-    texts = pool(2).run(_call_in_a_fork, timeout_s=60)
-    for rank, text in enumerate(texts):
-        assert f"forward: this process was forked from rank {rank}, and cannot take" in text
+@pytest.mark.parametrize("agreement", [True, False])
+def test_a_forked_process_is_told_that_it_is_no_rank(agreement: bool) -> None:
+    for rank, text in enumerate(pool(2).run(_call_in_a_fork, agreement, timeout_s=60)):
+        by = f"forward: this process was forked from rank {rank}, and"
+        assert (by if agreement else ": this process was forked from a rank of group ") in text
 
 
 def _held() -> tuple[int, int]:
