@@ -187,7 +187,7 @@ class ControlPlane:
 
         The threads of gloo are not in it, and to the other ranks it would be this rank.
         """
-        if os.getpid() != self._process:
+        if self.world_size > 1 and os.getpid() != self._process:
             raise RuntimeError(
                 f"{op_name}: this process was forked from rank {self.rank}, and cannot take its "
                 "place; call it in the process that called px.init_mesh, as a worker of a "

@@ -77,7 +77,8 @@ class Hosts:
         """
         by_host: dict[Host | None, list[int]] = {}
         for rank in ranks:
-            host = self._of_ranks[rank]._replace(mounts="") if self.several else None
+            of_rank = self._of_ranks[rank]
+            host = Host(of_rank.name, of_rank.machine) if self.several else None
             by_host.setdefault(host, []).append(rank)
         return " and ".join(
             f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
