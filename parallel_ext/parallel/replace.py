@@ -37,7 +37,7 @@ from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.watch_forward import WantSharded
+from parallel_ext.parallel.watch_forward import WantSharded, refuse_unsummed
 from parallel_ext.sharding._torch_private import input_hooks, output_hooks
 from parallel_ext.sharding.layout import Range, TensorLayout, split, split_heads
 from parallel_ext.sharding.slices import take
@@ -399,6 +399,7 @@ class Replacer:
             attention.positions = own
             if names.forward is not None:
                 attention.forward = MethodType(names.forward, attention)
+        tower.register_forward_pre_hook(partial(refuse_unsummed, names.path, names.blocks))
         tower.register_forward_hook(ChangeOutput(own.gather))
         self._used_in_parts(f"{names.path}.{names.blocks}")
 

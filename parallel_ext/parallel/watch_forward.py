@@ -72,6 +72,29 @@ class WantSharded:
         )
 
 
+def refuse_unsummed(path: str, names: str, module: nn.Module, args: tuple) -> None:
+    """A forward pre-hook: with gradients, raise where a part of them would not be summed.
+
+    As of a module that came into a tower, whose ranks compute their own positions, once these sums
+    were made.
+
+    Args:
+        path: of the module.
+        names: name in it of what ranks use for parts of the input.
+        module: whose forward begins.
+        args: of the forward.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, each in module.get_submodule(names).named_modules(prefix=f"{path}.{names}"):
+        own = () if "used_in_parts" in vars(each) else each.named_parameters(recurse=False)
+        if trained := [attribute for attribute, parameter in own if parameter.requires_grad]:
+            raise RuntimeError(
+                f"{name}.{trained[0]} came into {path} after px.parallelize, so each rank would "
+                "train it on its own positions of an image; put it there before px.parallelize"
+            )
+
+
 class _RefuseBypass:
     """A forward pre-hook of a part of a model: raises inside a forward that has bypassed ours."""
 

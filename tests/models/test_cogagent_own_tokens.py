@@ -149,7 +149,7 @@ def _broken(what: str) -> float:
     elif what == "the tower is not summed":
         vision.transformer.layers[0].mlp.fc2.summed_over = ops.ALONE
     elif what == "the image is not copied":
-        model.model.cross_vision._forward_hooks.clear()
+        model.model.looked_at._forward_hooks.clear()
     elif what == "the embedding returns own rows":
         (own,) = (
             hook.__self__

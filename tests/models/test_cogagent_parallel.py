@@ -169,6 +169,24 @@ def _checkpointed(reentrant: bool) -> dict[str, float]:
     return gradient_differences(reference, model, batches_of(ROWS["an image next to text"])[0])
 
 
+def _of_the_image_alone(beside_text: bool) -> dict[str, float]:
+    """Gradients of a loss on what the high tower returns, alone or added to that of the tokens."""
+    reference = exact(tiny_model().train())
+    model = parallel(reference, Layout(1, 2, 1).mesh())
+    whole, _ = batches_of(ROWS["one image"])
+    for each in (reference, model):
+        tower, returned = each.model.cross_vision, []
+        tower.register_forward_hook(lambda *args, kept=returned: kept.append(args[-1]))
+        loss = each(**whole).loss if beside_text else tower(whole["cross_images"][0][0][None]).sum()
+        (loss + returned[0].square().mean()).backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+@pytest.mark.parametrize("beside_text", [True, False])
+def test_a_loss_on_what_the_high_tower_returns_counts_once(beside_text: bool) -> None:
+    assert_within(pool(2).run(_of_the_image_alone, beside_text))
+
+
 # What is broken on purpose.
 
 
@@ -177,7 +195,7 @@ def _broken(what: str) -> dict[str, float]:
     model = parallel(reference, Layout(1, 2, 1).mesh())
     layer, cross = model.model.layers[0], model.model.cross_vision
     if what == "the image is not copied":
-        cross._forward_hooks.clear()
+        model.model.looked_at._forward_hooks.clear()
     elif what == "a region is not entered":
         layer.cross_attn._forward_pre_hooks.clear()
     elif what == "one block in place of three":
@@ -218,7 +236,7 @@ def _checked(broken: bool) -> px.GradientReport:
     mesh = Layout(2, 2, 1).mesh()
     model = px.data_parallel(parallel(tiny_model().float().train(), mesh), mesh)
     if broken:
-        model.model.cross_vision._forward_hooks.clear()
+        model.model.looked_at._forward_hooks.clear()
     _, own = batches_of(OF_RANKS["one without an image"])
     return px.check_gradients(model, own[mesh.dp_rank])
 
@@ -389,6 +407,13 @@ def _with_bias() -> None:
     parallel(model, Layout(1, 2, 1).mesh())
 
 
+def _late_module() -> None:
+    model = parallel(tiny_model(), Layout(1, 2, 1).mesh())
+    mlp = model.model.cross_vision.vit.model.blocks[0].mlp
+    mlp.w3 = nn.Sequential(mlp.w3, nn.LayerNorm(mlp.w3.out_features))
+    model(**batches_of(ROWS["one image"])[0])
+
+
 def _experts() -> None:
     parallel(tiny_model(), Layout(1, 2, 2).mesh())
 
@@ -410,6 +435,11 @@ REFUSALS = {
         "model.layers.1.cross_attn.num_heads",
     ),
     "a bias that ranks would add": (_with_bias, 2, "vision_mlp.down_proj has a bias"),
+    "a module that came into the high tower": (
+        _late_module,
+        2,
+        "model.cross_vision.vit.model.blocks.0.mlp.w3.1.weight came into",
+    ),
     "no experts to deal": (_experts, 2, "ep=2, but no layer of this 'cogagent' has experts"),
 }
 

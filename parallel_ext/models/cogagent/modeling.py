@@ -103,6 +103,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         self.norm = CogAgentRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.vision = EVA2CLIPModel(config)
         self.cross_vision = CrossVisionModel(config)
+        self.looked_at = nn.Identity()  # what all layers look at passes here, and nothing else
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -204,7 +205,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
             inputs_embeds = inputs_embeds.masked_scatter(places, features.to(inputs_embeds.dtype))
         if high is None:
             return inputs_embeds, None
-        encoded = self.cross_vision(high.to(inputs_embeds))
+        encoded = self.looked_at(self.cross_vision(high.to(inputs_embeds)))
         if len(encoded) == rows:
             return inputs_embeds, encoded
         # A row of text looks at zeros. Keys and values have no bias: it takes exactly nothing

@@ -96,6 +96,7 @@ _DIFFERENT = {
 PUBLISHED_COGAGENT = replace(
     COGAGENT,
     regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
+    shared=("model.cross_vision",),
     divided_tower=replace(COGAGENT.divided_tower, forward=attend_to_patches),
     skips=None,  # without an image it fails in any case
     images=None,

@@ -55,7 +55,7 @@ COGAGENT = ModelSpec(
             entry="act1",
         ),
     ),
-    shared=("model.cross_vision",),
+    shared=("model.looked_at",),
     towers=("model.vision.transformer.layers", "model.cross_vision.vit.model.blocks"),
     divided_tower=DividedTower("model.cross_vision.vit.model", "blocks", "attn", "pos_embed"),
     skips="model.towers_run",
