@@ -393,14 +393,15 @@ class Replacer:
         tower = self.model.get_submodule(names.path)
         own = OwnPositions(getattr(tower, names.learned).size(1), self.mesh.tp)
         blocks = tower.get_submodule(names.blocks)
-        blocks[0].register_forward_pre_hook(own.take)
+        blocks[0].register_forward_pre_hook(own.take, prepend=True)
         for block in blocks:
             attention = block.get_submodule(names.attention)
             attention.positions = own
             if names.forward is not None:
                 attention.forward = MethodType(names.forward, attention)
         tower.register_forward_pre_hook(partial(refuse_unsummed, names.path, names.blocks))
-        tower.register_forward_hook(ChangeOutput(own.gather))
+        # In front of what others have put there, which sees all positions.
+        tower.register_forward_hook(ChangeOutput(own.gather), prepend=True)
         self._used_in_parts(f"{names.path}.{names.blocks}")
 
     def routing(self, path: str, names: MixtureNames, numerics: Numerics = TORCHS) -> Routing:

@@ -187,6 +187,18 @@ def test_a_loss_on_what_the_high_tower_returns_counts_once(beside_text: bool) ->
     assert_within(pool(2).run(_of_the_image_alone, beside_text))
 
 
+def _seen_by_a_hook() -> list[int]:
+    reference, shape = tiny_model(), []
+    tower = reference.model.cross_vision.vit.model
+    tower.register_forward_hook(lambda *args: shape.extend(args[-1].shape))
+    parallel(reference, Layout(1, 2, 1).mesh())(**batches_of(ROWS["one image"])[0])
+    return shape
+
+
+def test_a_hook_from_before_on_the_high_tower_sees_all_positions() -> None:
+    assert pool(2).run(_seen_by_a_hook) == [[1, 17, 32]] * 2
+
+
 # What is broken on purpose.
 
 
