@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from parallel_ext.parallel.beside import parallel_parts, parameters_beside
 from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.joining import call_together
-from parallel_ext.parallel.methods import generate_by, prepare_inputs_for_generation
+from parallel_ext.parallel.methods import bound, generate_by, prepare_inputs_for_generation
 from parallel_ext.parallel.resize import resize_token_embeddings as resize
 from parallel_ext.parallel.state import is_parallel, own_state, state_of
 from parallel_ext.sharding.shards import holds_shards
@@ -99,7 +98,7 @@ def generate(plain: Callable[..., Any], self: nn.Module, *args: Any, **options: 
     if own_state(self) is not None or len(parallel_parts(self)) != 1:
         return plain(self, *args, **options)
     own, name = vars(self), prepare_inputs_for_generation.__name__
-    prepares = MethodType(prepare_inputs_for_generation, self)
+    prepares = bound(prepare_inputs_for_generation, self)
     put = own.setdefault(name, prepares) is prepares  # unless the user has put one there
     try:
         return generate_by(plain, self, *args, **options)

@@ -6,10 +6,13 @@ copy and no HuggingFace class changes.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +31,19 @@ from parallel_ext.parallel.state import ParallelState, own_state, state_of
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.version import VERSION
+
+
+def bound(function: Callable[..., Any], model: nn.Module) -> MethodType:
+    """Return a function as a method with the signature of its namesake in the model's class."""
+    of_class = getattr(type(model), function.__name__)
+
+    @wraps(of_class)
+    def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(model, *args, **kwargs)
+
+    docs = inspect.getdoc(function), inspect.getdoc(of_class)
+    method.__doc__ = "{}\n\nIn one process:\n\n{}".format(*docs)
+    return MethodType(method, model)
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

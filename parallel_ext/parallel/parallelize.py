@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
@@ -159,18 +158,6 @@ def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
     _attach(model, plan, ParallelState(plan, replacer.partials, replacer.routings))
 
 
-def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a run-time function with the signature of the class's method of the same name."""
-
-    @wraps(getattr(cls, function.__name__))
-    def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(model, *args, **kwargs)
-
-    own, of_class = inspect.getdoc(function), inspect.getdoc(getattr(cls, function.__name__))
-    method.__doc__ = f"{own}\n\nIn one process:\n\n{of_class}"
-    return method
-
-
 def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelState) -> None:
     """Bind the run-time methods to this instance; let hidden states enter the parallel parts."""
     setattr(model, STATE_NAME, state)
@@ -184,7 +171,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     ):
         name = function.__name__
         if hasattr(model, name):  # published code of before transformers 5 does not generate
-            setattr(model, name, MethodType(_in_place_of(type(model), function), model))
+            setattr(model, name, methods.bound(function, model))
     if mesh.world_size > 1:
         _refuse_of_parts(model)
     let_keys_size_static_caches(model)
