@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,21 @@ from torch import nn
 
 @lru_cache
 def _signature(cls: type, method: str) -> inspect.Signature:
-    return inspect.signature(getattr(cls, method))
+    """Return the signature of a method; that of its base where it hands on ``*args``."""
+    of_classes = [vars(each)[method] for each in cls.__mro__ if method in vars(each)]
+    signatures = [inspect.signature(each) for each in of_classes]
+    return next((each for each in signatures if not _takes_any(each)), signatures[0])
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+@lru_cache
+def declared_by(cls: type, method: str) -> Collection[str]:
+    """Return the names of the arguments that a class declares for a method."""
+    return inspect.signature(getattr(cls, method)).parameters.keys()
 
 
 def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, wants_router_logits
 from parallel_ext.parallel.derived_class import LossInside, has_other_loss
 from parallel_ext.parallel.joining import arrive
-from parallel_ext.parallel.loss_call import is_own, loss_call, wants_logits
+from parallel_ext.parallel.loss_call import is_own, loss_call, undeclared, wants_logits
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.validate import is_decoder
@@ -39,7 +39,7 @@ from parallel_ext.parallel.watch_forward import (
 )
 from parallel_ext.sharding._torch_private import disable_compiler
 
-_OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
+_OF_HUGGINGFACE = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,10 @@ def _begin(
             "what it cannot record; torch.export.export, and torch.compile, do"
         )
     # Options of the loss are kept from the class, whose attention may know one by their name.
-    # A class of the user's own gets those of HuggingFace.
+    # A class of the user's own gets those of HuggingFace, and what it declares itself.
     own = is_own(model)
-    options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
+    known = _OF_HUGGINGFACE + undeclared(model, LOSS_OPTIONS)
+    options = {name: kwargs.pop(name) for name in known if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
@@ -126,8 +127,7 @@ def _begin(
     labels = None if classifies else inputs.get("labels")
     want_dict = inputs.get("return_dict")
     if own:
-        of_huggingface = options.keys() - set(LOSS_OPTIONS)
-        inputs |= {name: options.pop(name) for name in of_huggingface}
+        inputs |= {name: options.pop(name) for name in _OF_HUGGINGFACE if name in options}
     elif not classifies:
         inputs.pop("labels", None)
     if not own:
@@ -173,7 +173,7 @@ def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
 
         @disable_compiler
         def compute(logits: torch.Tensor, labels: torch.Tensor, **given: Any) -> torch.Tensor:
-            options = {name: value for name, value in given.items() if name in _OF_THE_LOSS}
+            options = {n: v for n, v in given.items() if n in (*_OF_HUGGINGFACE, *LOSS_OPTIONS)}
             return _loss(model, state, begun.call, logits, labels, options | begun.options)
 
         loss = LossInside(compute)
@@ -328,10 +328,10 @@ def _refuse_what_fails(
             f"class around the decoder would compute from the tokens of one of dp="
             f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
         )
-    options = [name for name in LOSS_OPTIONS if name in arguments]
+    options = [name for name in undeclared(model, LOSS_OPTIONS) if name in arguments]
     if call is None and options:
         raise ValueError(f"{', '.join(options)}: options of the loss, but there are no labels")
-    if options := [name for name in OPTIONS_OF_THE_OP if name in arguments]:
+    if options := [n for n in undeclared(model, OPTIONS_OF_THE_OP) if n in arguments]:
         raise ValueError(
             f"{', '.join(options)}: not an option of a model's loss; compute your own from the "
             "logits of a call without labels"

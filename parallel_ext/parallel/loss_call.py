@@ -8,6 +8,7 @@ from torch import nn
 
 from parallel_ext.models import PUBLISHED
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, who_sees_logits, why_not_fused
+from parallel_ext.parallel.arguments import declared_by
 from parallel_ext.parallel.derived_class import is_derived
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding._torch_private import input_hooks
@@ -36,6 +37,12 @@ def is_own(model: nn.Module) -> bool:
     spec = getattr(model, STATE_NAME).spec
     published = any(spec is each for each in PUBLISHED.values())
     return spec.head is not None and not published and is_derived(type(model))
+
+
+def undeclared(model: nn.Module, options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return options of the loss, but for those that a user's class declares for itself."""
+    declared = declared_by(type(model), "forward") if is_own(model) else ()
+    return tuple(name for name in options if name not in declared)
 
 
 def who_sees(model: nn.Module) -> str | None:

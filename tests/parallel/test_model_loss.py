@@ -251,27 +251,31 @@ def _loss_of_a_class_that_changes_logits(how: dict[str, Any]) -> tuple[float, fl
 
 
 class _Added(transformers.LlamaForCausalLM):
-    """A class of a user, which chooses labels and adds to the loss of its base."""
+    """A class of a user, which chooses labels, adds to its base's loss, and names no ids."""
 
-    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
             labels = labels.masked_fill(labels % 3 == 0, -100)
-        output = super().forward(input_ids, labels=labels, **kwargs)
+        output = super().forward(*args, labels=labels, **kwargs)
         if output.loss is not None:
             output.loss = output.loss + output.logits.pow(2).mean()
         return output
 
 
 class _Smoothed(transformers.LlamaForCausalLM):
-    """A class of a user, whose loss is its own, and whose forward takes no other arguments."""
+    """A class of a user with a loss and options of its own, named as those of the model's loss."""
 
-    def forward(self, input_ids: Any, labels: Any) -> Any:
+    def forward(self, input_ids: Any, labels: Any, label_smoothing: float, weight: float) -> Any:
         logits = super().forward(input_ids).logits[:, :-1].flatten(0, 1)
-        smoothed = {"label_smoothing": 0.3}
-        return (torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), **smoothed),)
+        smoothed = {"label_smoothing": label_smoothing}
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), **smoothed)
+        return (loss * weight,)
 
 
-def _trained_by_a_derived_class(cls: type, tp: int) -> float:
+SMOOTHED = {"label_smoothing": 0.3, "weight": 0.7}
+
+
+def _trained_by_a_derived_class(cls: type, tp: int, options: dict[str, float]) -> float:
     mesh, reference = mesh_of(tp), Tiny().model()
     reference.__class__ = cls
     model = px.data_parallel(parallel(reference, mesh), mesh)
@@ -285,21 +289,25 @@ def _trained_by_a_derived_class(cls: type, tp: int) -> float:
         reference,
         model,
         lambda step: tuple(
-            m(input_ids=each + step, labels=each + step)[0]
+            m(each + step, labels=each + step, **options)[0]
             for m, each in ((reference, ids), (model, own))
         ),
     )
 
 
-@pytest.mark.parametrize(("cls", "tp"), [(_Added, 2), (_Added, 1), (_Smoothed, 2)])
-def test_the_loss_of_a_derived_class_is_that_of_one_process(cls: type, tp: int) -> None:
-    for worst in pool(2).run(_trained_by_a_derived_class, cls, tp):
+@pytest.mark.parametrize(
+    ("cls", "tp", "options"), [(_Added, 2, {}), (_Added, 1, {}), (_Smoothed, 2, SMOOTHED)]
+)
+def test_the_loss_of_a_derived_class_is_that_of_one_process(
+    cls: type, tp: int, options: dict[str, float]
+) -> None:
+    for worst in pool(2).run(_trained_by_a_derived_class, cls, tp, options):
         assert worst <= 1e-10
 
 
 def test_a_class_with_another_loss_is_refused_over_dp() -> None:
     words = "_Smoothed.forward computes a loss of its own, of which dp=2 ranks would not have"
-    pool(2).assert_raises(_trained_by_a_derived_class, _Smoothed, 1, words=words)
+    pool(2).assert_raises(_trained_by_a_derived_class, _Smoothed, 1, SMOOTHED, words=words)
 
 
 def test_a_class_that_changes_logits_needs_them() -> None:
