@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.sharding._torch_private import disable_compiler, tree_leaves
 from parallel_ext.sharding.slices import from_each_rank
 
@@ -47,11 +48,12 @@ class GradientsOfInputs:
             return None
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         (anywhere,) = on_any_rank(self._mesh, any(each.requires_grad for each in tensors))
-        embeds = kwargs.get("inputs_embeds")
+        arguments = arguments_of(model, "forward", args, kwargs)
+        embeds = arguments.get("inputs_embeds")
         if not anywhere or (embeds is not None and embeds.requires_grad):
             return None
         if embeds is not None:
-            return args, {**kwargs, "inputs_embeds": embeds.detach().requires_grad_()}
+            return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
 
         def reach(embedding: nn.Module, inputs: Any, rows: torch.Tensor) -> None:
             rows.requires_grad_()

@@ -524,14 +524,18 @@ class Projected(nn.Module):
         self.decoder = decoder_of(tiny_model("llava")).requires_grad_(False)
         self.projector = nn.Linear(6, 64).double()
 
-    def forward(self, ids: torch.Tensor, images: torch.Tensor | None = None) -> torch.Tensor:
-        if images is None:
+    def forward(
+        self, ids: torch.Tensor, images: torch.Tensor | None = None, takes_rows: bool = False
+    ) -> torch.Tensor:
+        if images is None and not takes_rows:
             return self.decoder(ids).last_hidden_state.square().mean()
-        rows = self.decoder.get_input_embeddings()(ids) + self.projector(images)
-        return self.decoder(inputs_embeds=rows).last_hidden_state.square().mean()
+        rows = self.decoder.get_input_embeddings()(ids)
+        if images is not None:
+            rows = rows + self.projector(images)
+        return self.decoder(None, None, None, None, rows).last_hidden_state.square().mean()
 
 
-def _passed_by(layout: Layout) -> float:
+def _passed_by(layout: Layout, takes_rows: bool) -> float:
     mesh = layout.mesh()
     torch.manual_seed(3)
     reference = Projected()
@@ -543,12 +547,15 @@ def _passed_by(layout: Layout) -> float:
     (reference(ids, images) / 2).backward()
     if mesh.dp_rank == 0:
         ours(ids, images).backward()
+    elif takes_rows:
+        ours(ids, takes_rows=True).backward()
     else:
         ours.decoder.get_input_embeddings()(ids)  # which gathers it with the other rank
         ours(ids).backward()
     return difference(ours.projector.weight.grad, reference.projector.weight.grad)
 
 
-def test_a_dp_rank_without_an_image_runs_the_backward_of_a_frozen_decoder() -> None:
-    for error in pool(2).run(_passed_by, LAYOUTS[1]):
+@pytest.mark.parametrize("takes_rows", [False, True])
+def test_a_dp_rank_without_an_image_runs_the_backward_of_a_frozen_decoder(takes_rows: bool) -> None:
+    for error in pool(2).run(_passed_by, LAYOUTS[1], takes_rows):
         assert error <= 1e-6
