@@ -62,8 +62,8 @@ COGAGENT = ModelSpec(
     images="with_an_image_each",
     unadapted={
         "model.cross_vision.vit.model.blocks": (
-            "the published code reads the weights of its q, k "
-            "and v past these modules, where an adapter is dead, and never runs the last block"
+            "the published code reads the weights of its q, k and v past these modules, where an "
+            "adapter is dead, and never runs the last block"
         )
     },
 )
