@@ -41,7 +41,8 @@ class WantSharded:
         for mark in self.marks.values():
             mark.is_set = False
         for name in self.layers if torch.is_grad_enabled() else ():
-            if isinstance(getattr(module, name, None), ShardedModule):  # in a quarter of the time
+            # In a quarter of the time; torch.compile refuses getattr with a path.
+            if "." not in name and isinstance(getattr(module, name, None), ShardedModule):
                 continue
             try:
                 layer = module.get_submodule(name)

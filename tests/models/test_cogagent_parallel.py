@@ -199,6 +199,20 @@ def test_a_hook_from_before_on_the_high_tower_sees_all_positions() -> None:
     assert pool(2).run(_seen_by_a_hook) == [[1, 17, 32]] * 2
 
 
+def test_compiled_layers_have_every_gradient() -> None:
+    assert_within(pool(2).run(_compiled))
+
+
+def _compiled() -> dict[str, float]:
+    reference = exact(tiny_model().train())
+    model = parallel(reference, Layout(1, 2, 1).mesh())
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    differences = gradient_differences(reference, model, batches_of([[picture(6)]])[0])
+    torch._dynamo.reset()
+    return differences
+
+
 # What is broken on purpose.
 
 
