@@ -128,10 +128,10 @@ def _begin(
     want_dict = inputs.get("return_dict")
     if own:
         inputs |= {name: options.pop(name) for name in _OF_HUGGINGFACE if name in options}
-    elif not classifies:
-        inputs.pop("labels", None)
-    if not own:
+    else:
         inputs.pop("return_dict", None)
+        if not classifies:
+            inputs.pop("labels", None)
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
