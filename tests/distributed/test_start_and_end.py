@@ -110,12 +110,16 @@ def test_a_rank_that_cannot_connect_says_why() -> None:
     assert "Too many open files" in raised[LOST].text
 
 
+def _be_one_of_two(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", **place}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in own.items():
-            monkeypatch.setenv(name, value)
+        _be_one_of_two(monkeypatch, 0, port)
         with pytest.raises(OSError, match=f"another process has the port {port} of MASTER_PORT"):
             join_job("gloo", 60)
 
@@ -123,9 +127,7 @@ def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_store_that_nobody_keeps_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    own = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
+    _be_one_of_two(monkeypatch, 1, port)
     began = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=f"rank 1 does not reach .*127.0.0.1:{port}"):
         join_job("gloo", 6)
