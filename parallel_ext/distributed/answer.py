@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -37,3 +39,26 @@ class Answer:
         if error is not None:
             raise error
         return value
+
+
+def start_daemon(
+    name: str, what_for: str, target: Callable[..., None], *args: Any
+) -> threading.Thread:
+    """Start a thread that lets its process end, and return it.
+
+    Args:
+        name: of the thread.
+        what_for: who needs it, for the error.
+        target, args: what it runs.
+
+    Raises:
+        OSError: this process has no room for another thread.
+    """
+    thread = threading.Thread(target=target, args=args, daemon=True, name=name)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(
+            errno.EAGAIN, f"no thread for {what_for}, since {error}; see ulimit -u and -v"
+        ) from error
+    return thread

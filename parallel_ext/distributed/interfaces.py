@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from parallel_ext.distributed.answer import Answer
+from parallel_ext.distributed.answer import Answer, start_daemon
 
 T = TypeVar("T")
 
@@ -65,6 +63,7 @@ def connect_within(seconds: float, connect: Callable[[], T], what: str = "connec
         what: the call, for the error.
 
     Raises:
+        OSError: this process has no room for another thread.
         RuntimeError: it has not ended in time.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -75,12 +74,6 @@ def connect_within(seconds: float, connect: Callable[[], T], what: str = "connec
         return connect()
 
     answer, name = Answer(), "connecting ranks"
-    thread = threading.Thread(target=answer.by, args=(run,), daemon=True, name=name)
-    try:
-        thread.start()
-    except RuntimeError as error:  # of this process, not of a peer
-        raise OSError(
-            errno.EAGAIN, f"no thread for {name}, since {error}; see ulimit -u and -v"
-        ) from error
+    start_daemon(name, name, answer.by, run)
     late = RuntimeError(f"{what} has not ended within {seconds:g} s")
     return answer.within(seconds, late)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_ext.distributed.answer import Answer
+from parallel_ext.distributed.answer import Answer, start_daemon
 
 GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
@@ -93,16 +92,7 @@ class LimitedStore:
         if self._lost is not None:
             raise self._lost
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._calls,), daemon=True, name="store of the job"
-            )
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # of this process; nothing is wrong with the store
-                self._thread = None
-                raise OSError(
-                    errno.EAGAIN, f"no thread for {self.where}, since {error}; see ulimit -u and -v"
-                ) from error
+            self._thread = start_daemon("store of the job", self.where, _serve, self._calls)
         longest = self._limit if longest is None else longest
         answer = Answer()  # of this call, which an interrupt may leave behind
         self._calls.put((answer, call, args))
