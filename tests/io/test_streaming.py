@@ -100,8 +100,8 @@ def test_no_rank_holds_an_expert_of_another_while_it_loads_or_saves(tmp_path: Pa
     _write_sparse(tmp_path, _large_mixture_config())
     for rank in pool(2).run(_load_and_save, tmp_path, tmp_path / "out", 2):
         assert rank["shard"] > 12 * _EXPERT_MIB, rank
-        assert rank["load"] < _EXPERT_MIB + 96, rank
-        assert rank["save"] < _EXPERT_MIB + 96, rank
+        assert rank["load"] < _EXPERT_MIB, rank
+        assert rank["save"] < 2 * _EXPERT_MIB, rank
     names = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in names["weight_map"]
 
@@ -111,8 +111,8 @@ def test_a_gibibyte_of_embedding_takes_little_memory_beyond_the_shard(tmp_path: 
     _write_sparse(tmp_path, _large_config())
     for rank in pool(2).run(_load_and_save, tmp_path, tmp_path / "out"):
         assert rank["shard"] > 512, rank
-        assert rank["load"] < 96, rank
-        assert rank["save"] < 64, rank
+        assert rank["load"] < 24, rank
+        assert rank["save"] < 32, rank
     with SafetensorsFile(tmp_path / "out" / "model-00001-of-00002.safetensors") as file:
         assert file.tensors["model.embed_tokens.weight"].shape == (131073, 2048)
 
@@ -138,8 +138,8 @@ def test_a_training_checkpoint_takes_little_memory_beyond_the_shards(tmp_path: P
     _write_sparse(tmp_path, config)
     for rank in pool(2).run(_train_save_and_load, tmp_path, tmp_path / "steps"):
         assert rank["shard"] > 128, rank
-        assert rank["save"] < 48, rank
-        assert rank["load"] < 96, rank
+        assert rank["save"] < 32, rank
+        assert rank["load"] < 24, rank
     files = (tmp_path / "steps" / "step-00000001").rglob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     assert size < 1.002 * 2 * (tmp_path / "model.safetensors").stat().st_size, "every byte once"
