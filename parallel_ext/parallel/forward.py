@@ -13,27 +13,31 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.invariant import check_attention
-from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.fused_loss import LossCall, NoLogits, running
 from parallel_ext.nn.loss import (
     LOSS_OPTIONS,
-    OPTIONS_OF_THE_OP,
     balance_loss,
     share_of_loss,
     with_a_label,
 )
 from parallel_ext.nn.trained_parts import TrainedParts
-from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.arguments import arguments_of, wants_router_logits
-from parallel_ext.parallel.derived_class import LossInside, has_other_loss
+from parallel_ext.parallel.arguments import arguments_of
+from parallel_ext.parallel.derived_class import LossInside
 from parallel_ext.parallel.joining import arrive
-from parallel_ext.parallel.loss_call import is_own, loss_call, undeclared, wants_logits
-from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
+from parallel_ext.parallel.loss_call import (
+    is_own,
+    loss_call,
+    undeclared,
+    wants_balance,
+    wants_logits,
+)
+from parallel_ext.parallel.refused_calls import refuse_call
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,
     refuse_backward_apart,
+    refuse_other_ends,
     refuse_other_ties,
     refuse_training_apart,
 )
@@ -84,15 +88,14 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     state: ParallelState = getattr(model, STATE_NAME)
     begun = _begin(model, state, args, kwargs)
-    call, arguments = begun.call, begun.arguments
-    with running(call), _counted_if_trained(model, state):
+    with running(begun.call), _counted_if_trained(model, state):
         if begun.is_own:
             return _run_own(model, state, begun)
         output = type(model).forward(model, **begun.inputs, return_dict=True)
-    if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
-        output.aux_loss = _share_of_balance(state, output, arguments)
-    if call is not None:
-        output = _with_loss(model, state, call, output, begun.labels, arguments, begun.options)
+    if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, begun.arguments):
+        output.aux_loss = _share_of_balance(state, output, begun.arguments)
+    if begun.call is not None:
+        output = _with_loss(model, state, begun, output)
     elif begun.shared is not None:
         trained = _trained_over_dp(model, state)
         output.loss = share_of_loss(output.loss, begun.shared, state.mesh, trained)
@@ -111,9 +114,49 @@ def _begin(
             "torch.jit.trace is not supported on a parallel model, whose ranks send each other "
             "what it cannot record; torch.export.export, and torch.compile, do"
         )
-    # Options of the loss are kept from the class, whose attention may know one by their name.
-    # A class of the user's own gets those of HuggingFace, and what it declares itself.
-    own = is_own(model)
+    inputs, arguments, options = _sorted_arguments(model, state, args, kwargs)
+    given, classifies = arguments.get("labels"), state.spec.head is None
+    labels = None if classifies else given
+    state.forward_ran = True
+    refuse_other_ties(model)
+    counts = given is not None and options.get("num_items_in_batch") is None
+    if state.in_leaf and not state.leaf_is_batch and counts and not classifies:
+        raise ValueError(
+            "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
+        )
+    compares = given is not None and _compares_over_dp(model, state)
+    meets_over_dp = state.forwards_together or counts or compares
+    if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
+        arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
+    refuse_other_ends(model)
+    if state.invariant is not None:  # set_attn_implementation may have changed it
+        check_attention(model.config, state.mesh.device)
+    call = None if labels is None else loss_call(model, state, options, arguments)
+    if state.agreement is not None:
+        _compare_inputs(model, state, arguments, call)
+    apart = torch.is_grad_enabled() and is_trained_apart(model)
+    refuse_call(model, state, arguments, call)
+    if apart and model.training:
+        refuse_training_apart(state)
+    shared = given if classifies and state.mesh.dp_size > 1 else None
+    if shared is not None:
+        inputs["labels"] = with_a_label(shared)
+    wants_dict = arguments.get("return_dict")
+    if wants_dict is None:
+        wants_dict = model.config.return_dict
+    return _Begun(
+        inputs, arguments, options, labels, call, shared, apart, wants_dict, is_own(model)
+    )
+
+
+def _sorted_arguments(
+    model: nn.Module, state: ParallelState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return inputs of the class's own forward, all arguments, and options of the loss, by name.
+
+    Options of the loss are kept from the class, whose attention may know one by their name. A class
+    of the user's own gets those of HuggingFace, and what it declares itself.
+    """
     known = _OF_HUGGINGFACE + undeclared(model, LOSS_OPTIONS)
     options = {name: kwargs.pop(name) for name in known if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
@@ -123,43 +166,13 @@ def _begin(
     if state.spec.head is None and is_decoder(model):
         inputs.pop("labels", None)  # of the class around a decoder, as Gemma 4's passes them on
     arguments = inputs | options | {"balance_mask": balance_mask}
-    classifies = state.spec.head is None
-    labels = None if classifies else inputs.get("labels")
-    want_dict = inputs.get("return_dict")
-    if own:
+    if is_own(model):
         inputs |= {name: options.pop(name) for name in _OF_HUGGINGFACE if name in options}
     else:
         inputs.pop("return_dict", None)
-        if not classifies:
+        if state.spec.head is not None:
             inputs.pop("labels", None)
-    if want_dict is None:
-        want_dict = model.config.return_dict
-    state.forward_ran = True
-    refuse_other_ties(model)
-    has_labels = arguments.get("labels") is not None
-    counts = has_labels and options.get("num_items_in_batch") is None
-    if state.in_leaf and not state.leaf_is_batch and counts and not classifies:
-        raise ValueError(
-            "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
-        )
-    compares = has_labels and _compares_over_dp(model, state)
-    meets_over_dp = state.forwards_together or counts or compares
-    if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
-        arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
-    _check_ends(model, state)
-    if state.invariant is not None:  # set_attn_implementation may have changed it
-        check_attention(model.config, state.mesh.device)
-    call = None if labels is None else loss_call(model, state, options, arguments)
-    if state.agreement is not None:
-        _compare_inputs(model, state, arguments, call)
-    apart = torch.is_grad_enabled() and is_trained_apart(model)
-    _refuse_what_fails(model, state, arguments, call)
-    if apart and model.training:
-        refuse_training_apart(state)
-    shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
-    if shared is not None:
-        inputs["labels"] = with_a_label(shared)
-    return _Begun(inputs, arguments, options, labels, call, shared, apart, want_dict, own)
+    return inputs, arguments, options
 
 
 def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
@@ -197,22 +210,14 @@ def _as_tuple(output: Any) -> tuple[Any, ...]:
 
 
 @disable_compiler
-def _with_loss(
-    model: nn.Module,
-    state: ParallelState,
-    call: LossCall,
-    output: Any,
-    labels: torch.Tensor,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-) -> Any:
+def _with_loss(model: nn.Module, state: ParallelState, begun: _Begun, output: Any) -> Any:
     """Return the output of a forward with its loss, and with full logits or none."""
-    fields = dict(output.items())
+    call, fields = begun.call, dict(output.items())
     logits = fields.pop("logits")
     if call.fused and state.fused_loss is True and not call.handed_over:
         raise ValueError("fused_loss=True, but an adapter on the output head makes logits")
-    loss = _loss(model, state, call, logits, labels, options)
-    fields |= with_balance(model, state, output, arguments, loss)
+    loss = _loss(model, state, call, logits, begun.labels, begun.options)
+    fields |= with_balance(model, state, output, begun.arguments, loss)
     if wants_logits(model, state):
         fields["logits"] = logits
         if call.seen_by is None:
@@ -311,110 +316,6 @@ def _compare_inputs(
     state.agreement.check(f"{type(model).__name__}.forward", compared, mode, trained)
 
 
-def _refuse_what_fails(
-    model: nn.Module, state: ParallelState, arguments: dict[str, Any], call: LossCall | None
-) -> None:
-    ids = arguments.get("input_ids")
-    if ids is not None and ids.numel() == 0:
-        raise ValueError(
-            f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
-            "cannot take; pass a row of padding whose labels are all -100 instead"
-        )
-    trains_over_dp = state.mesh.dp_size > 1 and torch.is_grad_enabled()
-    around = state.spec.head is None or is_own(model)
-    if trains_over_dp and around and wants_balance(model, state, arguments):
-        raise ValueError(
-            f"{type(model).__name__}: output_router_logits asks for a load balancing loss, which a "
-            f"class around the decoder would compute from the tokens of one of dp="
-            f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
-        )
-    options = [name for name in undeclared(model, LOSS_OPTIONS) if name in arguments]
-    if call is None and options:
-        raise ValueError(f"{', '.join(options)}: options of the loss, but there are no labels")
-    if options := [n for n in undeclared(model, OPTIONS_OF_THE_OP) if n in arguments]:
-        raise ValueError(
-            f"{', '.join(options)}: not an option of a model's loss; compute your own from the "
-            "logits of a call without labels"
-        )
-    if call is not None and has_other_loss(model):
-        raise ValueError(
-            "loss_function was replaced on this parallel model, which computes its loss from "
-            "hidden states or shards; compute your own from the logits of a call without labels"
-        )
-    if call is not None and call.why_not is not None and state.fused_loss is True:
-        if state.invariant is not None:
-            raise ValueError(
-                f"px.Invariant computes head and loss in one op, but {call.why_not}; undo that"
-            )
-        raise ValueError(f"fused_loss=True, but {call.why_not}; undo that, or pass 'auto'")
-    if state.mesh.tp_size > 1 and (
-        arguments.get("output_attentions") or model.config.output_attentions
-    ):
-        raise NotImplementedError(
-            "output_attentions under tp is not supported: a rank computes only its own heads"
-        )
-    if state.mesh.tp_size > 1:
-        refuse_masks_of_heads(arguments.get("attention_mask"))
-    _refuse_lookup_by_rows(state, arguments)
-    if arguments.get("return_shared_kv_states"):
-        _refuse_keys_of_own_heads(state)
-    if (
-        state.sequence_parallel
-        and model.training
-        and (arguments.get("output_hidden_states") or model.config.output_hidden_states)
-    ):
-        raise NotImplementedError(
-            "output_hidden_states in training with sequence_parallel is not supported: a rank has "
-            "only its own tokens between the layers; call model.eval(), or leave that option out"
-        )
-
-
-def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -> None:
-    """Raise where a class would find ids by comparing rows with the embedding's, as Gemma 4's."""
-    over_dp = state.mesh.dp_size > 1 and state.zero is not None
-    if arguments.get("inputs_embeds") is None or not (state.mesh.tp_size > 1 or over_dp):
-        return
-    if state.spec.layer_embedding_in(state.layout) and arguments.get("per_layer_inputs") is None:
-        raise NotImplementedError(
-            f"inputs_embeds under {'data_parallel' if over_dp else 'tp'} needs per_layer_inputs "
-            "beside them, from get_per_layer_inputs(input_ids)"
-            + (" before data_parallel" if over_dp else "")
-            + ": a rank cannot look for ids in rows of other ranks"
-        )
-
-
-def _refuse_keys_of_own_heads(state: ParallelState) -> None:
-    """Raise where ranks have other keys, which an assistant of Gemma 4 would take for those of all.
-
-    With one key-value head all ranks have it.
-    """
-    for path, names in state.spec.sublayers(state.layout).items():
-        if not isinstance(names, AttentionNames) or names.key is None:
-            continue
-        key = state.layout[f"{path}.{names.key}.weight"]
-        if key.local_shape(state.mesh.rank) != key.shape:
-            raise NotImplementedError(
-                "return_shared_kv_states, as a Gemma 4 assistant needs, is not supported under "
-                f"tp={state.mesh.tp_size}: a rank has the keys of its own heads of {path} alone"
-            )
-
-
-def _check_ends(model: nn.Module, state: ParallelState) -> None:
-    """Raise unless embedding and output head are those that know their rows of the vocabulary."""
-    if state.mesh.tp_size == 1:
-        return
-    kinds = (VocabParallelEmbedding, VocabParallelHead)  # a model that classifies has no head
-    for path, kind in zip(state.spec.ends, kinds, strict=False):
-        module = model.get_submodule(path)
-        if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
-            continue  # perhaps inside a wrapper
-        raise RuntimeError(
-            f"{path} was replaced by a {type(module).__name__}, but must be what px.parallelize "
-            "has put there; model.resize_token_embeddings changes the size of embedding and head, "
-            "model.load_state_dict their values"
-        )
-
-
 def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:
     """Let routing inside the context count in the metrics only if it is for training."""
     counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
@@ -424,12 +325,6 @@ def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractConte
 def _draws_noise(model: nn.Module, state: ParallelState) -> bool:
     noise = state.spec.mixture.jitter_of(model.config) if state.routings else 0.0
     return model.training and (noise > 0 or state.drops)
-
-
-def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the class's forward adds a load balancing loss."""
-    balances = bool(state.routings) and state.spec.mixture.balances
-    return balances and wants_router_logits(model, arguments)
 
 
 def _compares_over_dp(model: nn.Module, state: ParallelState) -> bool:

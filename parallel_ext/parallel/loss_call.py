@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from parallel_ext.models import PUBLISHED
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, who_sees_logits, why_not_fused
-from parallel_ext.parallel.arguments import declared_by
+from parallel_ext.parallel.arguments import declared_by, wants_router_logits
 from parallel_ext.parallel.derived_class import is_derived
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding._torch_private import input_hooks
@@ -17,6 +18,12 @@ from parallel_ext.sharding._torch_private import input_hooks
 def wants_logits(model: nn.Module, state: ParallelState) -> bool:
     """Return whether a forward with labels is to return logits as well."""
     return state.training_logits or not model.training
+
+
+def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the class's forward adds a load balancing loss."""
+    balances = bool(state.routings) and state.spec.mixture.balances
+    return balances and wants_router_logits(model, arguments)
 
 
 def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, float]:

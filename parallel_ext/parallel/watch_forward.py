@@ -201,6 +201,23 @@ def _bypass(model: nn.Module) -> RuntimeError:
     )
 
 
+def refuse_other_ends(model: nn.Module) -> None:
+    """Raise unless embedding and output head are those that know their rows of the vocabulary."""
+    state: ParallelState = getattr(model, STATE_NAME)
+    if state.mesh.tp_size == 1:
+        return
+    kinds = (VocabParallelEmbedding, VocabParallelHead)  # a model that classifies has no head
+    for path, kind in zip(state.spec.ends, kinds, strict=False):
+        module = model.get_submodule(path)
+        if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
+            continue  # perhaps inside a wrapper
+        raise RuntimeError(
+            f"{path} was replaced by a {type(module).__name__}, but must be what px.parallelize "
+            "has put there; model.resize_token_embeddings changes the size of embedding and head, "
+            "model.load_state_dict their values"
+        )
+
+
 def refuse_other_ties(model: nn.Module) -> None:
     """Raise where a model that is trained ties its weights otherwise than when it became parallel.
 

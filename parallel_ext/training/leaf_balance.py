@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel_ext.nn.loss import BalanceOfLeaves
 from parallel_ext.nn.temporarily import temporarily
-from parallel_ext.parallel.forward import wants_balance
+from parallel_ext.parallel.loss_call import wants_balance
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.leaf_loop import LeafLoop
 

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.beside import is_around
 from parallel_ext.parallel.extending import run_extensions
-from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.joining import arrive, remember
+from parallel_ext.parallel.loss_call import wants_balance
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.trainer_checks import (
     WITHOUT_LABELS,
