@@ -24,8 +24,9 @@ from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
 from parallel_ext.models.cogagent.modeling import CogAgentModel
 from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
+from parallel_ext.parallel.entering import CopyInput
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.replace import CopyInput, Replacer
+from parallel_ext.parallel.replace import Replacer
 from parallel_ext.parallel.state import STATE_NAME
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.slices import take

@@ -19,9 +19,9 @@ from parallel_ext.checkpoint.saved_optimizer import (
     states_after_a_step,
 )
 from parallel_ext.checkpoint.source import Contents
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io.reading import Wanted
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import DTYPES

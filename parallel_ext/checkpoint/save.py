@@ -42,8 +42,9 @@ from parallel_ext.checkpoint.steps import (
     publish_step,
     remove_leftovers,
 )
-from parallel_ext.distributed.control import ControlPlane, require_equal
+from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io import disk
 from parallel_ext.io.hashing import FileRecord, chunk_bytes_for
 from parallel_ext.io.hf_writer import values_in_files

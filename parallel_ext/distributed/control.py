@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from parallel_ext.distributed.barrier import MonitoredBarrier, forget, long_step
 from parallel_ext.distributed.errors import (
     SHARED,
     CollectiveTimeout,
-    DisagreementError,
     PeerLostError,
     shared_class,
 )
@@ -31,7 +29,6 @@ from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
-_LONGEST_SHOWN = 200  # characters of a value in an error
 _SHORT_BYTES = 504  # an object of so many travels in one message with its length
 
 
@@ -367,84 +364,3 @@ class ControlPlane:
         if isinstance(failure, shared) and not peer_lost:
             raise failure
         raise shared(f"{op_name} failed on {'; '.join(where for where, _ in causes)}") from failure
-
-
-def require_equal(
-    control: ControlPlane,
-    op_name: str,
-    values: Mapping[str, Any],
-    *records: type,
-    partial: bool = False,
-    noun: str = "",
-    advice: str = "",
-) -> dict[str, Any]:
-    """Raise on every rank of the job unless all of them have equal values; every rank calls it.
-
-    While they are equal it costs one short all-gather.
-
-    Args:
-        values: this rank's, by the names that errors use; of the types of :func:`messages.encode`,
-            and equal where their ``repr`` is, or as numbers (120 and 120.0).
-        records: the dataclasses and named tuples that may be in them.
-        partial: leave a rank that lacks a name out of the comparison; else it lacks the value.
-        noun: what a name names, before it in the error.
-        advice: what to do about a difference, for the error.
-
-    Returns:
-        The values; where ``partial``, those of all ranks.
-
-    Raises:
-        DisagreementError: says which ranks have which value of the first name that differs.
-        CollectiveTimeout: a rank did not come.
-    """
-    digest = _digest(repr(sorted(values.items())), 16)
-    if len(set(control.all_gather_object(digest, op_name=op_name))) == 1:
-        return dict(values)
-    everyone = control.all_gather_object(dict(values), *records, op_name=op_name)
-    merged: dict[str, Any] = {}
-    for of_rank in everyone:
-        merged = {**of_rank, **merged}
-    differing = []
-    for name in sorted(merged):
-        ranks_with: dict[Any, list[int]] = {}  # None: those that lack it
-        for rank, of_rank in enumerate(everyone):
-            if name in of_rank or not partial:
-                key = _compared(of_rank[name]) if name in of_rank else None
-                ranks_with.setdefault(key, []).append(rank)
-        if len(ranks_with) > 1:
-            differing.append((name, ranks_with))
-    if not differing:
-        return merged
-    name, ranks_with = differing[0]
-    first_of = [everyone[ranks[0]] for ranks in ranks_with.values()]
-    texts = [_shown(of_rank[name]) if name in of_rank else "absent" for of_rank in first_of]
-    if len(set(texts)) < len(texts):  # such as of 1 and "1"
-        texts = [repr(of_rank[name]) if name in of_rank else "absent" for of_rank in first_of]
-    seen = " and ".join(
-        f"{text} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        for text, ranks in zip(texts, ranks_with.values(), strict=True)
-    )
-    more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
-    raise DisagreementError(
-        f"{op_name}: {noun}{name} must be equal on all ranks, but is {seen}{more}"
-        + (f"; {advice}" if advice else "")
-    )
-
-
-def _digest(text: str, size: int) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=size).digest()
-
-
-def _compared(value: Any) -> Any:
-    """Return a key that is equal for equal values: the number itself, else the text."""
-    is_number = isinstance(value, (int, float)) and value == value  # NaN equals only its text
-    return value if is_number else repr(value)
-
-
-def _shown(value: Any) -> str:
-    """Return the text of a value for an error; of a long one its beginning and a digest."""
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) <= _LONGEST_SHOWN:
-        return text
-    digest = _digest(text, 8).hex()
-    return f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters of digest {digest})"

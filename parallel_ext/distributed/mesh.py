@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ext import _C
 from parallel_ext.distributed.background import Background
 from parallel_ext.distributed.barrier import join_job
-from parallel_ext.distributed.control import ControlPlane, require_equal, world
+from parallel_ext.distributed.control import ControlPlane, world
 from parallel_ext.distributed.errors import check_positive
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.ops import ALONE, Group
 from parallel_ext.version import VERSION
 

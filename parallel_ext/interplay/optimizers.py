@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal, world
+from parallel_ext.distributed.control import world
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.owners import Owned, owners_in

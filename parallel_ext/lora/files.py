@@ -17,8 +17,8 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io import disk
 from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
 from parallel_ext.io.replace_files import replaced_files

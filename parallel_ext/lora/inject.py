@@ -16,8 +16,8 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import first_few, warn_user
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.lora._peft_private import register_layers
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper

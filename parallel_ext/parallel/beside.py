@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.parallel.state import own_state
 from parallel_ext.parallel.validate import is_decoder

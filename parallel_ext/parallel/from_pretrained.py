@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import (
     CheckpointError,
     check_positive,
@@ -18,6 +17,7 @@ from parallel_ext.distributed.errors import (
     warn_user,
 )
 from parallel_ext.distributed.mesh import Mesh, given_or_last
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.models import SPECS

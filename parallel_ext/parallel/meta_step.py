@@ -19,9 +19,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.temporarily import temporarily
+from parallel_ext.parallel.entering import CopyInput
 from parallel_ext.parallel.meta_autocast import MetaAutocast
 from parallel_ext.parallel.meta_zero import MetaZero, watch_start
-from parallel_ext.parallel.replace import CopyInput
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding._torch_private import (

@@ -18,12 +18,13 @@ from parallel_ext.models._transformers_private import (
 )
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
+from parallel_ext.parallel.entering import enter_and_leave
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.invariant import BlockReplacer, check_invariant
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of, with_groups
-from parallel_ext.parallel.replace import Replacer, enter_and_leave
+from parallel_ext.parallel.replace import Replacer
 from parallel_ext.parallel.resize import resize_token_embeddings
 from parallel_ext.parallel.sequence import keep_own_tokens
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict

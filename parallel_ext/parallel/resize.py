@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import check_positive
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
 from parallel_ext.nn.stale_parameters import mark_replaced

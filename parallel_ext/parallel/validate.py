@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 from transformers import modeling_layers
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.models import OWN, PUBLISHED, SPECS, own_model_type, why_unserved
 from parallel_ext.models._transformers_private import is_input_hook, is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.leaf_rounds import LeafRounds, check_batches_of_step
 

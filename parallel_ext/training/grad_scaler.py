@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.sharding._torch_private import unscale_all
 from parallel_ext.sharding.slices import from_each_rank, local_part
 

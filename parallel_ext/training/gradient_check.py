@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.temporarily import temporarily

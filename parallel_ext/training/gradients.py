@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding._torch_private import foreach_norm, multiply_all
 from parallel_ext.sharding.blocks import counted_blocks

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import check_positive
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.training.leaf_balance import sharing_balance_loss

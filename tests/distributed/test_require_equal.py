@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import Raised, pool
 
 import parallel_ext as px
-from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.require_equal import require_equal
 
 VALUES = {
     "one rank differs": [{"rate": 1.5, "mode": "a"}, {"rate": 1.5, "mode": "b"}, {"rate": 1.5}],

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import parallel_ext as px
 from parallel_ext.nn.linear import ColumnParallelLinear
-from parallel_ext.parallel.replace import CopyInput
+from parallel_ext.parallel.entering import CopyInput
 
 TOGETHER, BACKWARD, ALONE = "column_linears", "column_linears_backward", "column_linear"
 COPY = "copy_to_region"
