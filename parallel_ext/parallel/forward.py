@@ -14,12 +14,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.models.invariant import check_attention
 from parallel_ext.nn.fused_loss import LossCall, NoLogits, running
-from parallel_ext.nn.loss import (
-    LOSS_OPTIONS,
-    balance_loss,
-    share_of_loss,
-    with_a_label,
-)
+from parallel_ext.nn.loss import LOSS_OPTIONS, balance_loss, share_of_loss, with_a_label
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.derived_class import LossInside

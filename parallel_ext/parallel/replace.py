@@ -12,18 +12,10 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.spec import DividedTower, HeadSizes
-from parallel_ext.models.sublayers import (
-    AttentionNames,
-    DeltaNetNames,
-    MixtureNames,
-    RegionNames,
-)
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
 from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
 from parallel_ext.nn.grad_sync import PartialGradients
-from parallel_ext.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.own_positions import OwnPositions
