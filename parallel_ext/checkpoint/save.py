@@ -20,6 +20,7 @@ from torch import nn
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import (
+    COMMIT_NAME,
     LOOP_NAME,
     RNG_NAME,
     STATE_FOLDER,
@@ -43,6 +44,7 @@ from parallel_ext.checkpoint.steps import (
     remove_leftovers,
 )
 from parallel_ext.distributed.control import ControlPlane
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io import disk
@@ -245,7 +247,13 @@ def _check(
             f"save_checkpoint: step must be a whole number from 0 to 2**63 - 1, got {step!r}"
         )
     check_keep(keep_last, keep_every)
-    return Path(root).absolute()
+    at = Path(root).absolute()
+    if os.path.lexists(at / COMMIT_NAME):
+        raise CheckpointError(
+            f"{at} is a checkpoint of one step, and would be removed with all that lies in it; "
+            f"pass the root of all steps, {at.parent}"
+        )
+    return at
 
 
 class _Plan:

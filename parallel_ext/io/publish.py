@@ -47,13 +47,16 @@ class Publication:
         temporary: the directory to write into, on the same file system as ``target``.
 
     Raises:
-        CheckpointError: ``target`` cannot be replaced: it is a file, a mount point or the working
-            directory, or what it holds beside a model would be read as part of it.
+        CheckpointError: ``target`` cannot be replaced: it is a file, a mount point, the working
+            directory or a link to itself, or what it holds beside a model would be read as part of
+            it.
         OSError: the temporary directory cannot be made.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target = Path(os.path.realpath(target))
+        if self.target.is_symlink():
+            raise CheckpointError(f"{self.target} is a link that leads back to itself; remove it")
         if self.target.exists() and not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file; a directory is needed to save into")
         if self.target.exists() and os.path.samefile(self.target, os.curdir):

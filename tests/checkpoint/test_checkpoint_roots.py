@@ -305,6 +305,15 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             job.save(tmp_path, step, step)
 
 
+def test_a_step_is_no_root(tmp_path: Path) -> None:
+    job = SmallJob(px.init_mesh())
+    job.save(tmp_path, 1, 1)
+    words = f"step-00000001 is a checkpoint of one step, .*; pass the root of all steps, {tmp_path}"
+    with pytest.raises(px.CheckpointError, match=words):
+        job.save(tmp_path / "step-00000001", 2, 2)
+    assert job.load(tmp_path) == (1, 1)
+
+
 def test_a_process_that_looks_on_never_finds_a_step_that_was_just_removed(tmp_path: Path) -> None:
     job = SmallJob(px.init_mesh())
     job.save(tmp_path, 1, 1)

@@ -257,6 +257,13 @@ def test_saving_to_a_file_raises_on_all_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_saving_to_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("out")
+    with pytest.raises(CheckpointError, match="out is a link that leads back to itself"):
+        Publication(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("name", "is_directory", "words"),
     [
