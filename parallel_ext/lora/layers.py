@@ -260,8 +260,12 @@ class LoraVocabHead(AdaptedLinear):
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base, call = self.get_base_layer(), current_loss_call()
-        if base.blocks is not None and call is not None and call.fused:
-            return call.hand_over(base, x, self._low_rank(x, active))
+        if base.blocks is not None:
+            factors = self._low_rank(x, active)
+            if call is not None and call.fused:
+                return call.hand_over(base, x, factors)
+            logits = base.in_blocks(x, base.weight)
+            return base.leave(logits + base.in_blocks(*factors))
         x = base.enter(x)
         if call is None or call.tokens is None:
             x = entered(x, base.group, unchanged=True)

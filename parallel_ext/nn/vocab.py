@@ -341,7 +341,18 @@ class VocabParallelHead(_RowsOfVocabulary):
         call = current_loss_call()
         if call is not None and call.fused:
             return call.hand_over(self, hidden)
-        return self.leave(_own_logits(hidden, self.weight, self.bias, self.group))
+        if self.blocks is None:
+            return self.leave(_own_logits(hidden, self.weight, self.bias, self.group))
+        return self.leave(self.in_blocks(hidden, self.weight))
+
+    def in_blocks(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Apply a weight [R, K], this rank's rows, to a replicated [..., K] under px.Invariant.
+
+        Returns:
+            [..., R], sharded. In backward the gradient of ``input`` is replicated.
+        """
+        (logits,) = ops.block_linears(input, [weight], [self.blocks], group=self.group)
+        return logits
 
 
 class TiedHead(nn.Module):

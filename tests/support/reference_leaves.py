@@ -15,6 +15,7 @@ from ranks import pool
 from reference import Tiny, batch, mesh_of
 from reference_mixtral import TinyMixtral, TinyQwen2Moe, TinyQwen3Moe
 from test_specs import OfSpec
+from torch.nn import functional
 
 import parallel_ext as px
 from parallel_ext.models import SPECS
@@ -117,6 +118,15 @@ def _loss(model: Any, whole: dict[str, torch.Tensor], how: str) -> torch.Tensor:
                 part = part_of(whole, leaf)
                 own.backward(model(**part, num_items_in_batch=label_count(whole)).loss)
         return own.loss
+    if how.startswith("own logits"):
+        with px.leaves(model, ROWS) as own:
+            for leaf in own:
+                part = part_of(whole, leaf)
+                targets = part.pop("labels")[:, 1:].flatten()
+                logits = model(**part).logits[:, :-1].flatten(0, 1).float()
+                total = functional.cross_entropy(logits, targets, reduction="sum")
+                own.backward(total / label_count(whole))
+        return own.loss
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
         return px.train_leaves(model, whole)
 
@@ -140,6 +150,8 @@ def train(
             parts = {"target_modules": ["q_proj", "o_proj"]}
         if "adapter on experts" in how:
             parts["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+        if "adapter on the head" in how:
+            parts = {"target_modules": ["q_proj", "lm_head"]}
         torch.manual_seed(3)
         config = px.LoraConfig(r=3, lora_dropout=0.0 if len(parts) > 1 else 0.2, **parts)
         model = peft.get_peft_model(model, config).train()

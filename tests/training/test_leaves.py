@@ -120,6 +120,11 @@ def test_ways_to_train_a_mixture_have_the_bits_of_one_process(
     check_layouts("mixtral", case, layouts)
 
 
+@pytest.mark.parametrize("how", ["own logits", "own logits, adapter on the head"])
+def test_a_loss_of_logits_has_the_bits_of_one_process(how: str) -> None:
+    check_layouts("odd", how, [(3, 3, 0), (4, 2, 0)])
+
+
 @pytest.mark.parametrize("how", ["reentrant checkpointing", "ranks without rows"])
 def test_a_balance_loss_has_the_bits_of_one_process_so(how: str) -> None:
     check_layouts("balanced mixtral", how, [(4, (2, 4), 0)])
@@ -428,12 +433,19 @@ def _mistakes_in_own_loops() -> list[str]:
                 right(own, leaf)
             own.backward(model(**part(slice(None), num_items_in_batch=20)).loss)
 
+    teacher = px.parallelize(tiny.model(), mesh).eval().requires_grad_(False)
+
+    def of_another(own: Any, leaf: slice) -> None:
+        right(own, leaf)
+        teacher(**part(leaf, num_items_in_batch=20))
+
     mistakes = (
         (lambda own, leaf: own.backward(model(**part(leaf)).loss), ROWS),
         (lambda own, leaf: None, ROWS),
         (lambda own, leaf: True, ROWS),
         (again, ROWS),
         (nested, ROWS),
+        (of_another, ROWS),
         (right, 0),
         (right, ROWS + mesh.rank),
     )
@@ -453,6 +465,7 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
         "before the last leaf",
         "this loop has run already",
         "those of another batch are running",
+        "labels inside of px.leaves of another model",
         "at least 1, got 0",
         "every rank passes those of the whole batch",
         "outside of the loop",
