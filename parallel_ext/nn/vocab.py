@@ -350,8 +350,13 @@ class VocabParallelHead(_RowsOfVocabulary):
 
         Returns:
             [..., R], sharded. In backward the gradient of ``input`` is replicated.
+
+        Raises:
+            TypeError: it is to be trained in fp16.
         """
         (logits,) = ops.block_linears(input, [weight], [self.blocks], group=self.group)
+        if logits.dtype == torch.float16 and torch.is_grad_enabled():
+            raise TypeError("px.Invariant does not serve training in fp16; use bf16")
         return logits
 
 

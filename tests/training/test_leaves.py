@@ -382,6 +382,11 @@ def _refusals() -> list[str]:
     def made(**options: Any) -> Any:
         return px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, **options))
 
+    def in_fp16() -> None:
+        model = made(leaves=2).half()
+        with px.leaves(model, ROWS):
+            model(whole["input_ids"])
+
     model = made(leaves=2)
     own = {name: value + mesh.rank for name, value in whole.items()}
     short = whole | {"labels": whole["labels"][:3]}
@@ -395,6 +400,7 @@ def _refusals() -> list[str]:
         refusal(lambda: px.train_leaves(model, whole if mesh.rank else short)),
         refusal(lambda: px.train_leaves(model, own)),
         refusal(lambda: model(**whole).loss.backward()),
+        refusal(in_fp16),
     ]
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
@@ -530,5 +536,6 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "must have its 3 rows",
         "every rank passes those of the whole batch",
         "needs px.train_leaves",
+        "does not serve training in fp16",
     ]
     pool(2).assert_says(_refusals, words=words)
