@@ -377,6 +377,11 @@ def _refusals() -> list[Any]:
         model.set_attn_implementation("eager")
         return model
 
+    def dropping(model: Any, module: str, attribute: str) -> None:
+        setattr(made(model).train().get_submodule(f"model.layers.1.{module}"), attribute, 0.1)
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+    phi3, deepseek = (OfSpec(kind, dtype=torch.float32) for kind in ("phi3", "deepseek_v3"))
     model, changed = made(model_of()), of_eager_attention(made(model_of()))
     with threads(2):
         eager = [
@@ -387,6 +392,9 @@ def _refusals() -> list[Any]:
         *eager,
         refusal(lambda: made(_with_another_norm())),
         refusal(lambda: made(model_of(attention_dropout=0.1))),
+        refusal(lambda: dropping(model_of(), "self_attn", "attention_dropout")),
+        refusal(lambda: dropping(phi3.model(), "resid_mlp_dropout", "p")),
+        refusal(lambda: dropping(deepseek.model(), "self_attn", "attention_dropout")),
         refusal(lambda: made(with_dropout())),
         refusal(lambda: made(_without_bias())),
         refusal(lambda: made(model_of(hidden_act="relu"))),
@@ -394,9 +402,7 @@ def _refusals() -> list[Any]:
         refusal(lambda: made(OfSpec("olmo2", dtype=torch.float32).model())),
         refusal(lambda: made(OfSpec("gpt_oss", dtype=torch.float32).model())),
         refusal(lambda: made(OfSpec("qwen3_5_text", dtype=torch.float32).model())),
-        refusal(
-            lambda: made(of_eager_attention(OfSpec("deepseek_v3", dtype=torch.float32).model()))
-        ),
+        refusal(lambda: made(of_eager_attention(deepseek.model()))),
         refusal(lambda: made(model_of(), px.Invariant(1))),
         refusal(lambda: made(model_of(), 8)),
         refusal(lambda: made(model_of(), fused_loss=False)),
@@ -432,6 +438,9 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "has 'eager'",
         "is a LayerNorm",
         "attention_dropout",
+        "Attention was set to 0.1 after parallelize",
+        "Dropout was set to 0.1 after parallelize",
+        "Attention was set to 0.1 after parallelize",
         "set that of config.residual_dropout, 0.1, to 0",
         "nn.LayerNorm with weight and bias, but model.norm",
         "mlp.act_fn is a ReLU",
