@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from parallel_ext.nn.initial_values import drawn
 from parallel_ext.nn.routing import Routing
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
+from parallel_ext.sharding._torch_private import disable_compiler
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.slices import from_each_rank
 
@@ -211,6 +212,23 @@ class ExpertParallelExperts(ShardedModule):
             adapters[name].lora_a.size(1) if name in adapters else 0 for name in self.layouts
         ]
         route, plan = self._route(tokens, choices, weights, low_ranks)
+        compute = self._uncompiled if plan.send else self._planned
+        return compute(tokens, weights, route, plan, adapters)
+
+    @disable_compiler
+    def _uncompiled(self, *args: Any) -> torch.Tensor:
+        """Run :meth:`_planned` with numbers of rows that a compiled graph would be made for."""
+        return self._planned(*args)
+
+    def _planned(
+        self,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        route: RoutePlan,
+        plan: ExchangePlan,
+        adapters: Mapping[str, LowRank],
+    ) -> torch.Tensor:
+        """Return what the experts make of this rank's tokens, by a plan of the exchange."""
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
         product = partial(self._linear, route=route, plan=plan, adapters=adapters)
         rows = self._of_experts(rows, weights, product)

@@ -358,3 +358,18 @@ def _forward_inside_backward() -> tuple[float, float]:
 def test_a_forward_inside_a_backward_chooses_its_own_experts() -> None:
     for outside, inside in pool(2).run(_forward_inside_backward):
         assert inside == outside
+
+
+def _compiled() -> None:
+    """Other tokens choose other experts in each step."""
+    model = parallel(TINY.model(), mesh_of())
+    compiled = torch.compile(model, backend="eager")
+    for step in range(4):
+        ids = torch.randint(3, TINY.vocab_size, (2, 9), generator=torch.manual_seed(step))
+        with mock.patch.object(torch._dynamo.config, "error_on_recompile", step > 0):
+            loss = compiled(input_ids=ids, labels=ids).loss
+        assert loss == model(input_ids=ids, labels=ids).loss
+
+
+def test_a_compiled_mixture_is_compiled_once() -> None:
+    pool(2).run(_compiled)
