@@ -16,6 +16,7 @@ from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
+    disable_compiler,
     gradient_hooks,
     running_backward,
     version_of,
@@ -124,6 +125,7 @@ class PartialGradients:
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
 
+    @disable_compiler  # which would compile it once for each name, and break the graph in it
     def catch(self, weight: nn.Parameter, name: str, group: Group) -> torch.Tensor:
         """Return ``weight`` for a forward in which its gradient is partial over ``group``.
 

@@ -8,6 +8,7 @@ import statistics
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -387,3 +388,16 @@ def test_a_plain_model_is_left_to_peft(tmp_path: Path) -> None:
     assert type(model.base_model.model.model.layers[0].mlp.up_proj) is peft.tuners.lora.layer.Linear
     model.save_pretrained(tmp_path)
     assert type(px.LoraConfig.from_pretrained(tmp_path)) is px.LoraConfig
+
+
+def _compiled() -> None:
+    config = px.LoraConfig(r=2, target_modules="all-linear")
+    model = peft.get_peft_model(parallel(TINY.model(), mesh_of()), config).train()
+    data = batch(TINY.vocab_size)
+    with mock.patch.object(torch._dynamo.config, "fail_on_recompile_limit_hit", True):
+        loss = torch.compile(model, backend="eager")(**data).loss
+    assert loss == model(**data).loss
+
+
+def test_a_compiled_model_is_not_compiled_for_each_adapter() -> None:
+    pool(2).run(_compiled)
