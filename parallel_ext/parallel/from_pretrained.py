@@ -176,7 +176,7 @@ def from_pretrained(
     for each in (model.config, *filter(None, inner_configs)):
         each.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
-    if generation_config is not None:
+    if model.can_generate():
         model.generation_config = generation_config
     return model.eval()
 

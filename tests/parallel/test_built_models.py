@@ -90,6 +90,15 @@ def test_the_configuration_of_transformers_4_is_understood(tmp_path: Path) -> No
     assert pool(2).run(_differing, tmp_path, torch.float32) == [[], []]
 
 
+def test_what_an_older_config_says_of_generation_counts(tmp_path: Path) -> None:
+    """Without a generation_config.json; its ids, lengths and flags may stand nowhere else."""
+    _save(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    path, asked = tmp_path / "config.json", {"repetition_penalty": 1.3, "max_length": 25}
+    path.write_text(json.dumps(json.loads(path.read_text()) | asked))
+    assert pool(2).run(_differing, tmp_path, torch.float32) == [[], []]
+
+
 def _make_hub_cache(cache: Path, repository: str) -> LlamaForCausalLM:
     """The folders and links that a download of a repository leaves."""
     root = cache / f"models--{repository.replace('/', '--')}"
