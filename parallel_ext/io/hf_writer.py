@@ -194,13 +194,23 @@ def with_old_rope_names(content: bytes) -> bytes:
     Without them it would take its defaults.
     """
     config = json.loads(content)
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
+    rope, kind = config.get("rope_parameters"), config.get("model_type")
+    if not isinstance(rope, dict) or "rope_theta" in config:
         return content
-    config["rope_theta"] = rope["rope_theta"]
+    if kind in ("gemma3_text", "olmo3"):  # whose sliding windows rotate otherwise
+        if kind == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return content
+    beside = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
-    return to_file(config)
+        scaling = {name: value for name, value in rope.items() if name not in beside}
+        if kind == "phi3":  # which takes three fields, of which one has its older name
+            scaling["type"] = scaling.pop("rope_type")
+            scaling.pop("original_max_position_embeddings", None)  # stands beside it
+        config["rope_scaling"] = scaling
+    return to_file(config | beside)
 
 
 def to_file(value: dict[str, Any]) -> bytes:

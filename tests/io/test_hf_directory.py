@@ -14,13 +14,19 @@ import torch
 from disk_faults import in_child
 from ranks import pool
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.io import disk, publish, stream
 from parallel_ext.io.hf_reader import HFDirectory
-from parallel_ext.io.hf_writer import parse_size, write_directory
+from parallel_ext.io.hf_writer import parse_size, with_old_rope_names, write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.state_dict import check_shapes, gather_state_dict, local_values
@@ -152,6 +158,53 @@ def test_both_transformers_4_and_5_find_how_positions_rotate(tmp_path: Path) -> 
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.rope_parameters == rope
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+_LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+_WINDOWS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (
+            "phi3",  # as Phi-4-mini: transformers 4 takes three fields, by their older names
+            {"rope_parameters": {**_LONG, "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            {
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]},
+                **{"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": _WINDOWS, "head_dim": 4},
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                **{"rope_theta": 1e6, "rope_local_base_freq": 2e4},
+            },
+        ),
+    ],
+)
+def test_transformers_4_finds_rotations_of_a_part_and_of_windows(
+    kind: str, options: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+    }
+    config = CONFIG_MAPPING[kind](num_hidden_layers=1, **sizes, **options)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_bytes(with_old_rope_names(path.read_bytes()))
+    assert expected.items() <= json.loads(path.read_text()).items()
+    again = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    again.pop("type", None)
+    assert again == config.rope_parameters
 
 
 def test_each_tensor_is_in_one_file_written_by_one_rank_within_the_size(tmp_path: Path) -> None:
