@@ -415,16 +415,20 @@ class HFDirectory:
             op_name,
             progress_as_in_transformers(),
         )
-        for name, buffer in buffers.items():
-            buffer.copy_(shards[name])
-        replacements = {
+        replacements: dict[torch.Tensor, torch.Tensor] = {
             parameter: nn.Parameter(shards[whole.name], parameter.requires_grad)
             for parameter, whole in wanted
         }
+        for name, buffer in buffers.items():
+            if buffer.is_meta:  # its class makes it by torch.empty
+                replacements[buffer] = shards[name].to(buffer.dtype)
+            else:
+                buffer.copy_(shards[name])
         for module in model.modules():
-            for attribute, parameter in list(module.named_parameters(recurse=False)):
-                if parameter in replacements:
-                    setattr(module, attribute, replacements[parameter])
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for attribute, tensor in own:
+                if tensor in replacements:
+                    setattr(module, attribute, replacements[tensor])
 
 
 def progress_as_in_transformers() -> bool | None:

@@ -85,6 +85,7 @@ def _config(kind: str) -> Any:
         text = {**gemma, "global_head_dim": 32, "sliding_window": 8}
         text["layer_types"] = ["sliding_attention", "full_attention"]
         if kind == "gemma4":
+            vision["standardize"] = True
             text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
             text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
         else:
@@ -132,7 +133,7 @@ def tiny_model(kind: str) -> PreTrainedModel:
     torch.manual_seed(4)
     model = transformers.AutoModelForImageTextToText.from_config(config, **EAGER)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "std_bias", "std_scale")):
             buffer.normal_(std=0.1)
     for parameter in model.parameters():
         if not parameter.any():  # hides errors; of Gemma 3's projection, whatever an image does
