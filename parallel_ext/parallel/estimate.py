@@ -138,8 +138,10 @@ class Planner:
     """
 
     def __init__(self, config: transformers.PreTrainedConfig) -> None:
+        kind, half = transformers.AutoModelForCausalLM, torch.bfloat16
         with parameters_on_meta():
-            self._plain = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            self._plain = kind.from_config(copy.deepcopy(config), dtype=half)
+        self._in_fp32 = {n for n, p in self._plain.named_parameters() if p.dtype == torch.float32}
         self._plain.tie_weights()
         self._spec = spec_for(self._plain)
         self._layers = self._plain.get_submodule(self._spec.layers)
@@ -205,7 +207,7 @@ class Planner:
         runs = [run_step(model, self._spec.layers, *of_step) for model in models]
         idle, skipped = runs[0].idle, runs[0].skipped
         sizes = tp, ep, world, step.dtype.itemsize, total - few
-        held = Held(self._spec, layout, *sizes, idle, skipped)
+        held = Held(self._spec, layout, *sizes, idle, skipped, self._kept_in_fp32(step))
         if step.adapt is not None:
             held.add_adapter(models[0])
         states, ranks = STATES[step.optimizer], mesh.extremes()
@@ -301,6 +303,9 @@ class Planner:
         same = (self._plain.config, self._plain.generation_config)
         model = copy.deepcopy(self._plain, {id(each): each for each in same})
         model = model.train().to("meta", step.dtype)  # buffers too
+        for name in self._kept_in_fp32(step) & dict(model.named_parameters()).keys():
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.float()
         options = Options(agreement=False, sequence_parallel=step.sequence_parallel)
         carry_out(model, with_groups(Plan(mesh, self._spec, layout, options), model))
         if step.adapt is not None:
@@ -315,6 +320,10 @@ class Planner:
                 owner, _, method = self._spec.skips.rpartition(".")
                 setattr(model.get_submodule(owner), method, partial(_runs_on_any, mesh))
         return model
+
+    def _kept_in_fp32(self, step: Step) -> set[str]:
+        """Return the names of parameters that stay fp32 in half precision, as some routers."""
+        return self._in_fp32 if step.dtype.itemsize < 4 else set()
 
     @contextmanager
     def _only(self, layers: int) -> Iterator[None]:

@@ -60,6 +60,7 @@ class Held:
         further_layers: equal to the last one of the layout, and in the model beside its layers.
         idle: names of parameters that no step gives a gradient.
         skipped: prefixes of layers that no step runs.
+        in_fp32: names of parameters with elements of 4 bytes in place of ``itemsize``.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Held:
         further_layers: int = 0,
         idle: Collection[str] = (),
         skipped: Collection[str] = (),
+        in_fp32: Collection[str] = (),
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
@@ -90,7 +92,8 @@ class Held:
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
                 parts = tuple(math.prod(box_shape(part.box)) for part in layout.parts_of(name))
-                self._add(name, tensor, itemsize, parts, adapter=False)
+                size = 4 if name in in_fp32 else itemsize
+                self._add(name, tensor, size, parts, adapter=False)
         self._vocabulary = layout[f"{spec.embedding}.weight"]
 
     def _add(

@@ -217,6 +217,13 @@ def scaled_dot_product_attention(*args: Any, **_: Any) -> torch.Tensor:
     return _Attention.apply(*args[:3])
 
 
+class _Unfilled(transformers.DynamicCache):
+    """Keeps no keys and values, as where ``config.use_cache`` is False."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return keys, values
+
+
 def run_step(
     model: transformers.PreTrainedModel,
     layers: str,
@@ -266,8 +273,9 @@ def run_step(
     numbers = _watch_layers(inner, live, copies)
     attention = {"scaled_dot_product_attention": scaled_dot_product_attention}
     with temporarily(nn.functional, **attention), live:
-        # With a cache, which no recomputed layer fills, masks do not depend on values.
-        cache = transformers.DynamicCache() if checkpointing else None
+        # With a cache, even one that nothing fills, masks do not depend on values.
+        filled = getattr(model.config, "use_cache", True) and not checkpointing
+        cache = None if filled else _Unfilled()
         parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
         name = "cache" if "cache" in parameters else "past_key_values"
         with region or nullcontext():

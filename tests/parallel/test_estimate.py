@@ -330,6 +330,25 @@ def test_optimizers_keep_what_those_of_torch_keep(name: str) -> None:
     assert estimate.optimizer[0] == kept * estimate.gradients[0]
 
 
+def test_what_a_class_keeps_in_fp32_is_planned_so() -> None:
+    sizes = {"num_experts": 5, "num_local_experts": 5, "moe_topk": 2, "intermediate_size": 8}
+    config = transformers.HunYuanMoEV1Config(**{**LLAMA, "head_dim": 8, **sizes})
+    with parameters_on_meta():
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    kept = {each.dtype for each in plain.parameters()}
+    assert kept == {torch.bfloat16, torch.float32}  # a router
+    estimate = Planner(config).estimate(1, 1, 1, Step(tokens=6))
+    assert estimate.model_on_disk == sum(each.nbytes for each in plain.parameters())
+
+
+def test_a_configuration_that_asks_for_no_cache_is_planned() -> None:
+    """Masks then ask for values of positions, which no tensor on meta has."""
+    config, step = CONFIGS["llama"](), Step(tokens=6)
+    cached = Planner(config).estimate(1, 1, 1, step)
+    config.use_cache = False
+    assert Planner(config).estimate(1, 1, 1, step) == cached
+
+
 def test_a_layer_of_experts_may_exceed_the_memory_of_this_host() -> None:
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 2**22}
     with parameters_on_meta():  # as px.from_pretrained and the planner build
