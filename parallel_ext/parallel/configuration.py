@@ -81,6 +81,16 @@ def is_of_images(content: Mapping[str, Any]) -> bool:
     return cls is not None and content.get("architectures") == [cls]
 
 
+def _of_class(content: Mapping[str, Any]) -> str | None:
+    """Return the served ``model_type`` whose class files name, which may call theirs otherwise.
+
+    As those of Kimi K2 do.
+    """
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    named = content.get("architectures")
+    return next((each for each in SPECS if [known.get(each)] == named), None)
+
+
 def configurations(
     directory: HFDirectory,
     vocab_size: int | None,
@@ -113,6 +123,8 @@ def configurations(
         why = why_unserved(model_type, spec and spec.model_type)
         if "auto_map" in content:
             why = "; custom code that comes with files is not run"
+        if model_type not in transformers.CONFIG_MAPPING and (like := _of_class(content)):
+            why += f"; architectures has the class of {like!r}, to be written if it is such a model"
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}, but served are {', '.join(served())}{why}"
         )

@@ -705,6 +705,10 @@ IN_CONFIG = {
     "foreign code": Case(
         _config(model_type="lama", auto_map={"AutoConfig": "x.Y"}), (CONFIG, "custom code")
     ),
+    "a class by another name": Case(
+        _config(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"]),
+        (CONFIG, "the class of 'deepseek_v3', to be written if it is such a model"),
+    ),
     "generation": Case(
         _text("generation_config.json", "[]"), ("generation_config.json", "got list")
     ),
