@@ -61,8 +61,8 @@ GRANITE_SWA = replace(
     GRANITE, model_type="granite_swa", attention=replace(ATTENTION, of_heads=("sinks",))
 )
 HYPERCLOVAX = replace(LLAMA, model_type="hyperclovax", logits_factor="logits_scaling")
-COHERE = replace(LLAMA, model_type="cohere", logits_factor="logit_scale")
-COHERE2 = replace(COHERE, model_type="cohere2")
+COHERE2 = replace(LLAMA, model_type="cohere2", logits_factor="logit_scale")
+COHERE = replace(COHERE2, model_type="cohere", attention=QWEN3.attention)
 NEMOTRON = replace(
     LLAMA,
     model_type="nemotron",

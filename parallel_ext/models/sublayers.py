@@ -37,9 +37,9 @@ class AttentionNames:
             ``key`` in an attention whose keys are its values, and both are None in one that reads
             those of a layer before it.
         output: name in the attention; sharded by input features.
-        head_norms: names in the attention of the norms of single heads. All heads share the weights
-            of one, which are replicated; each rank normalises its own heads. A model may lack all
-            of them, by its configuration.
+        head_norms: names in the attention of the norms of single heads, that of queries first. All
+            heads share the weights of one, or each has a row of them; they are replicated, and each
+            rank normalises its own heads. A model may lack all of them, by its configuration.
         query_norm, key_norm: names in the attention of the norms over all heads of the queries and
             of the keys; their weights are sharded as these. None where there is none.
         gated: whether ``query`` has a gate of ``head_dim`` features behind each head.
@@ -126,11 +126,14 @@ class AttentionNames:
                     f"{name} has the shape {shapes.get(name)}, but a value for each query head has "
                     f"({heads.query[-1][1]},)"
                 )
-        for name in (f"{path}.{norm}.weight" for norm in self.head_norms):
-            if shapes.get(name) != (head_dim,):
+        for number, norm in enumerate(self.head_norms):
+            ranges = heads.key_value if number else heads.query
+            shape = shapes.get(name := f"{path}.{norm}.weight")
+            of_each = () if self.is_joined else ((ranges[-1][1], head_dim),)
+            if shape not in ((head_dim,), *of_each):
                 raise ValueError(
-                    f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
-                    f"({head_dim},); norms over all heads are query_norm and key_norm"
+                    f"{name} has the shape {shape}, but a norm of single heads has ({head_dim},); "
+                    "norms over all heads are query_norm and key_norm"
                 )
         norms: Layouts = {}
         for norm, ranges in ((self.query_norm, query), (self.key_norm, key_value)):

@@ -177,20 +177,20 @@ class Replacer:
         shared = (self.mesh.tp, replicas, self.partials)
         self.put(path, RMSNormOfShards(weight, layouts, eps, *shared, rounds_first))
 
-    def _norms_of_heads(self, path: str, names: AttentionNames) -> None:
-        self._used_in_parts(*(f"{path}.{name}" for name in names.head_norms))
-
-    def _used_in_parts(self, *paths: str) -> None:
+    def _used_in_parts(self, *paths: str, rows: Sequence[Range] = ()) -> None:
+        """Let modules have partial gradients; where each head has a row, these are its own."""
         for path in paths if self.mesh.tp_size > 1 else ():  # a user's module may wrap the model's
             for name, module in self.model.get_submodule(path).named_modules(prefix=path):
-                UsedInParts(name, self.mesh.tp).attach(module, self.partials)
+                of_each = any(each.dim() > 1 for each in module.parameters(recurse=False))
+                used = UsedInParts(name, self.mesh.tp, places=rows if of_each else ())
+                used.attach(module, self.partials)
 
     def joined_attention(self, path: str, names: AttentionNames) -> None:
         """Replace the projections of an attention of which one joins query, key and value."""
         module = self.model.get_submodule(path)
         self._column(f"{path}.{names.query}")
         self._row(f"{path}.{names.output}")
-        self._norms_of_heads(path, names)
+        self._used_in_parts(*(f"{path}.{name}" for name in names.head_norms))
         self.watch(path, names.query, names.output)
         joined = self.layout[f"{path}.{names.query}.weight"]
         (first, last), (kv_first, kv_last), _ = joined.ranges(self.mesh.tp_rank)
@@ -215,7 +215,9 @@ class Replacer:
         for name, sharers in ((names.query_norm, ops.ALONE), (names.key_norm, replicas)):
             if name is not None and tp.size > 1:
                 self._norm_of_shards(f"{path}.{name}", sharers, names.norm_rounds_first)
-        self._norms_of_heads(path, names)
+        for number, name in enumerate(names.head_norms):
+            own = (kv_first, kv_last) if number else (first, last)
+            self._used_in_parts(f"{path}.{name}", rows=[own])
         if names.of_heads and tp.size > 1:
             UsedInParts(path, tp, places=[(first, last)]).attach(module, self.partials)
         module.num_key_value_groups = (last - first) // (kv_last - kv_first)

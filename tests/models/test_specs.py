@@ -111,7 +111,7 @@ KINDS = {  # a model_type, which words may follow
     "hunyuan_v1_dense": {"attention_bias": True},
     "glm": {},
     "glm4": {},
-    "cohere": {"logit_scale": 0.3},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": True},
     "cohere2": {"sliding_window": 4, "logit_scale": 0.3},
     "nemotron": {"mlp_bias": True},
     "arcee": {},
@@ -288,7 +288,7 @@ def _norm_without_weight(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return nn.functional.layer_norm(hidden, hidden.shape[-1:], getattr(self, "weight", None))
+    return nn.functional.layer_norm(hidden, hidden.shape[-1:]) * getattr(self, "weight", 1.0)
 
 
 def _norm_of_shards(cls: type) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
