@@ -488,7 +488,8 @@ _NOT_BY_TOKENS = {
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
     attention = tiny.spec.attention
-    if attention and (attention.head_norms or attention.key_norm):
+    normed = attention and (attention.head_norms or attention.key_norm)
+    if normed and kind != "cohere":  # which rotates in fp32, so that a last bit may grow
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
     options = {"sequence_parallel": True}
     found = pool(tp).run(_parity, tiny, Layout(1, tp, 1), None, options)
