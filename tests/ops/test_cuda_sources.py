@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import setuptools
 import torch
-from cuda_threads import CSRC, ROOT, STANDARD, TORCH_INCLUDE, of_type
+from cuda_threads import CSRC, ROOT, STANDARD, TORCH_INCLUDE, joined, of_type
 from reference_ops import ALL_DTYPES
 from torch.utils import cpp_extension
 
@@ -87,9 +87,9 @@ def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST, to: str = "-cubi
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(name, tmp_path):
-    assert _nvcc_errors(_of_one_type(name, tmp_path), tmp_path) == ""
+def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(tmp_path):
+    sources = [_of_one_type(name, tmp_path) for name in KERNELS]
+    assert _nvcc_errors(joined(sources, tmp_path / "joined.cu"), tmp_path) == ""
 
 
 @needs_nvcc

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,22 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 STANDARD = f"-std=c++{_C.build_info()['cxx_standard'] // 100 % 100}"
+
+
+# What sources call by one name, each for itself.
+OWN_NAME = re.compile(r"\bk[A-Z]\w*(?= = )|(?<=^GridShape )\w+", re.MULTILINE)
+
+
+def joined(sources: Sequence[Path], to: Path) -> Path:
+    """One source of all of these, of which a compiler reads the headers once: they take longest."""
+    lines = []
+    for number, source in enumerate(sources):
+        names = sorted(set(OWN_NAME.findall(source.read_text())))
+        lines += [f"#define {name} {name}_{number}" for name in names]
+        lines += [f'#include "{source}"', "#undef PARALLEL_EXT_INSTANTIATE"]
+        lines += [f"#undef {name}" for name in names]
+    to.write_text("\n".join([*lines, ""]))
+    return to
 
 
 def compiled(text: str, folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
