@@ -38,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[test] += 1
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What test modules import stays: each collection of garbage would look it through again."""
+    gc.collect()
+    gc.freeze()
+
+
 # What torch before 2.13 says to a test that needs more.
 LACKED = (
     "data_parallel needs the fully_shard of torch 2.13",
