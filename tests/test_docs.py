@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import transformers
-from launch import TORCHRUN, finished
+from launch import TORCHRUN, finished, run_forked
 from pages import EXAMPLE, prepare_models, run_steps, steps_of
 from ranks import RankError, pool
 from versions import HAS_TRAINER
@@ -75,25 +73,14 @@ def test_no_block_of_a_page_is_skipped() -> None:
         assert text.count("<!-- setup") == sum("setup" in place for place in found), page.name
 
 
-def _torchrun(arguments: list[str], directory: Path) -> str:
-    result = subprocess.run(
-        [*TORCHRUN, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return finished(result)
-
-
 def test_the_quickstart_of_readme_is_the_minimal_example_which_trains(directory: Path) -> None:
     code = EXAMPLE.read_text()
     assert len(code.splitlines()) <= 30
     assert code.split('"""\n\n', 1)[1] in (ROOT / "README.md").read_text()
     words = directory / "words.txt"
     words.write_text("of all that is said, " * 60)
-    printed = _torchrun([str(EXAMPLE), "path/to/llama", str(words), "out"], directory)
+    command = [*TORCHRUN, EXAMPLE, "path/to/llama", words, "out"]
+    printed = finished(run_forked(command, cwd=directory))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
