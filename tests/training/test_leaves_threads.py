@@ -47,19 +47,22 @@ ALWAYS = ("qwen2_moe", "glm4_moe", "deepseek_v2", "starcoder2")
 
 
 def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
-    """Loss, norm and gradients of a step, and the digest after it."""
+    """Losses, norms and gradients of two steps, and the digest."""
     torch.manual_seed(1)
     made = transformers.CONFIG_MAPPING[kind](**SIZES | KINDS[kind])
     reference = transformers.AutoModelForCausalLM.from_config(made).to(dtype).train()
     model = px.parallelize(reference, mesh_of(), invariant=px.Invariant(4, leaves=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.randint(1009, (2, 1024), generator=torch.Generator().manual_seed(0))
+    found: list[Any] = []
     with threads(count):
-        loss = px.train_leaves(model, {"input_ids": ids, "labels": ids})
-        norm = px.clip_grad_norm_(model, 1.0)
-        gradients = [sha256(data_bytes(p.grad)).hexdigest() for p in model.parameters()]
-        optimizer.step()
-    return [loss.item().hex(), norm.item().hex(), *gradients, px.digest(model)]
+        for step in range(2):
+            optimizer.zero_grad()
+            ids = torch.randint(1009, (2, 1024), generator=torch.Generator().manual_seed(step))
+            loss = px.train_leaves(model, {"input_ids": ids, "labels": ids})
+            found += [loss.item().hex(), px.clip_grad_norm_(model, 1.0).item().hex()]
+            found += [sha256(data_bytes(p.grad)).hexdigest() for p in model.parameters()]
+            optimizer.step()
+    return [*found, px.digest(model)]
 
 
 def _check(ranks: int, counts: Sequence[int], dtype: torch.dtype, kind: str) -> None:
