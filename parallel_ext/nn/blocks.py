@@ -118,8 +118,6 @@ class ComputedTogether(ComputingHook):
     """
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if getattr(module, "attention_dropout", 0.0):
-            refuse_dropout(module)
         input = args[0] if args else kwargs["hidden_states"]
         layers = [module.get_submodule(name) for name in self.layers]
         layers = [getattr(layer, "base_layer", layer) for layer in layers]  # of an adapter
@@ -132,19 +130,6 @@ class ComputedTogether(ComputingHook):
         )
         rest = iter(products)
         self.serve(layers, input, [[*islice(rest, len(layer.blocks))] for layer in layers])
-
-
-def refuse_dropout(module: nn.Module, *_: Any) -> None:
-    """Raise where a module would drop numbers by masks that depend on the layout.
-
-    A forward pre-hook of dropout that ``px.parallelize`` has found switched off.
-    """
-    probability = getattr(module, "attention_dropout", getattr(module, "p", 0.0))
-    if probability and module.training:
-        raise ValueError(
-            f"px.Invariant does not serve dropout, whose masks depend on the layout, but that of a "
-            f"{type(module).__name__} was set to {probability} after parallelize; set it to 0"
-        )
 
 
 class BlockRowLinear(ShardedModule):

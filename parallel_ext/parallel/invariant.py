@@ -31,7 +31,6 @@ from parallel_ext.nn.blocks import (
     FixedErfGelu,
     FixedGelu,
     FixedSilu,
-    refuse_dropout,
     replicated_linear,
 )
 from parallel_ext.nn.replicated import check_replicated, fix_replicated
@@ -233,9 +232,6 @@ class BlockReplacer(Replacer):
         if self.spec.regions:
             _replace_activations(self.model)
         fix_replicated(self.model)
-        for module in self.model.modules():
-            if type(module) is nn.Dropout:
-                module.register_forward_pre_hook(refuse_dropout)
 
     def head(self) -> None:
         super().head()
@@ -342,7 +338,6 @@ def _latent_attention(
 
     Of two sizes torch computes one product of all heads, whose bits may depend on their number.
     """
-    refuse_dropout(module)
     heads, size = [query, module.shared_key(key), value], value.size(-1)
     width = max(each.size(-1) for each in heads)
     heads = [nn.functional.pad(each, (0, width - each.size(-1))) for each in heads]

@@ -253,6 +253,8 @@ def run_step(
         ``kept`` is what the forward has left for backward, in front of it autocast's copies too.
     """
     for module in model.modules():
+        if isinstance(getattr(module, "rope_type", None), str) and "dynamic" in module.rope_type:
+            module.rope_type = "default"  # it would look at positions; frequencies are as many
         if isinstance(module, ExpertParallelExperts):
             first = state_of(model).mesh.rank - module.group.rank
             module._route = partial(_balanced_route, module, first, rows, tokens)

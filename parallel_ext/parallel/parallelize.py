@@ -37,6 +37,7 @@ from parallel_ext.parallel.validate import (
     check_servable,
     check_unsharded,
     check_unwrapped,
+    dropout_off,
     dropouts_of,
     spec_for,
 )
@@ -177,7 +178,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         _refuse_of_parts(model)
     let_keys_size_static_caches(model)
     state.own_forward = model.forward.__func__
-    state.drops = bool(dropouts_of(model))
+    state.drops, state.dropout_off = bool(dropouts_of(model)), dropout_off(model, plan)
     watch_forward(model)
     if plan.options.invariant is None:
         enter_and_leave(model, plan)

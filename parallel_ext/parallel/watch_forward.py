@@ -201,6 +201,20 @@ def _bypass(model: nn.Module) -> RuntimeError:
     )
 
 
+def refuse_other_dropout(model: nn.Module) -> None:
+    """Raise where dropout was switched on since the model became parallel, and not checked there.
+
+    Its masks could be those of no process, or differ between ranks that need the same.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    for path, module, attribute in state.dropout_off if model.training else ():
+        if (value := getattr(module, attribute)) and module.training:
+            raise ValueError(
+                f"the dropout of {path} was 0 when px.parallelize checked it, and is {value} now; "
+                "set it before px.parallelize, which says where masks depend on the layout"
+            )
+
+
 def refuse_other_ends(model: nn.Module) -> None:
     """Raise unless embedding and output head are those that know their rows of the vocabulary."""
     state: ParallelState = getattr(model, STATE_NAME)

@@ -341,12 +341,19 @@ def test_what_a_class_keeps_in_fp32_is_planned_so() -> None:
     assert estimate.model_on_disk == sum(each.nbytes for each in plain.parameters())
 
 
-def test_a_configuration_that_asks_for_no_cache_is_planned() -> None:
-    """Masks then ask for values of positions, which no tensor on meta has."""
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_cache", False),  # masks then look at positions
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+    ],
+)
+def test_what_would_look_at_values_is_planned(name: str, value: Any) -> None:
+    """No tensor on meta has any."""
     config, step = CONFIGS["llama"](), Step(tokens=6)
-    cached = Planner(config).estimate(1, 1, 1, step)
-    config.use_cache = False
-    assert Planner(config).estimate(1, 1, 1, step) == cached
+    expected = Planner(config).estimate(1, 1, 1, step)
+    setattr(config, name, value)
+    assert Planner(config).estimate(1, 1, 1, step) == expected
 
 
 def test_a_layer_of_experts_may_exceed_the_memory_of_this_host() -> None:

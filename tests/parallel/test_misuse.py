@@ -110,6 +110,27 @@ def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: 
     pool(2).assert_raises(_forward_with, change, error="IndexError", words=("tp rank 1", *words))
 
 
+def _forward_with_dropout(where: str, attribute: str) -> None:
+    plain = TINY.model()
+    plain.model.layers[1].mlp.drop = torch.nn.Dropout(0.0)
+    model = parallel(plain, mesh_of()).train()
+    ids = torch.arange(4).view(1, 4)
+    setattr(model.model.layers[1].get_submodule(where), attribute, 0.25)
+    model.eval()(ids)  # drops nothing
+    model.train()(ids)
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute"), [("self_attn", "attention_dropout"), ("mlp.drop", "p")]
+)
+def test_dropout_that_is_switched_on_later_is_refused(where: str, attribute: str) -> None:
+    words = [
+        f"the dropout of model.layers.1.{where} was 0 when px.parallelize checked it",
+        "is 0.25",
+    ]
+    pool(2).assert_raises(_forward_with_dropout, where, attribute, error="ValueError", words=words)
+
+
 def _path_on_rank_1() -> None:
     plain = Tiny(layers=1, dtype=torch.float32).model()
     px.parallelize("path/to/llama" if dist.get_rank() else plain, mesh_of())
