@@ -32,7 +32,6 @@ from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.parallel.watch_forward import (
     is_trained_apart,
     refuse_backward_apart,
-    refuse_other_dropout,
     refuse_other_ends,
     refuse_other_ties,
     refuse_training_apart,
@@ -125,7 +124,6 @@ def _begin(
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     refuse_other_ends(model)
-    refuse_other_dropout(model)
     if state.invariant is not None:  # set_attn_implementation may have changed it
         check_attention(model.config, state.mesh.device)
     call = None if labels is None else loss_call(model, state, options, arguments)

@@ -37,11 +37,10 @@ from parallel_ext.parallel.validate import (
     check_servable,
     check_unsharded,
     check_unwrapped,
-    dropout_off,
     dropouts_of,
     spec_for,
 )
-from parallel_ext.parallel.watch_forward import watch_forward
+from parallel_ext.parallel.watch_forward import watch_dropout, watch_forward
 from parallel_ext.sharding._torch_private import remove_output_hooks
 
 _OF_WHOLE_MODELS = ("save_pretrained", "push_to_hub", "num_parameters", "resize_token_embeddings")
@@ -178,8 +177,10 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         _refuse_of_parts(model)
     let_keys_size_static_caches(model)
     state.own_forward = model.forward.__func__
-    state.drops, state.dropout_off = bool(dropouts_of(model)), dropout_off(model, plan)
+    state.drops = bool(dropouts_of(model))
     watch_forward(model)
+    if mesh.tp_size > 1 or plan.options.invariant is not None:
+        watch_dropout(model, of_heads=not plan.options.allow_different_dropout)
     if plan.options.invariant is None:
         enter_and_leave(model, plan)
     if plan.sequence_parallel:

@@ -72,7 +72,6 @@ class ParallelState(nn.Module):
         forward_ran: whether ``own_forward`` has begun in this call; False only where another
             forward stands there and has not called it yet.
         drops: whether the model has dropout outside of what is sharded.
-        dropout_off: path, module and attribute of dropout that is to stay 0.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class ParallelState(nn.Module):
         self.own_forward: Callable[..., Any] | None = None
         self.forward_ran = True
         self.drops = False
-        self.dropout_off: list[tuple[str, nn.Module, str]] = []
 
     def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
         """Set where every parameter lives, and the vocabulary range of each tp rank."""

@@ -290,22 +290,6 @@ def dropouts_of(model: nn.Module) -> dict[str, float]:
     return modules | attributes
 
 
-def dropout_off(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, str]]:
-    """Return path, module and attribute of dropout that does nothing, and is not to do anything.
-
-    Whose masks would depend on the layout, or would be another choice, once it is switched on.
-    """
-    if plan.mesh.tp_size == 1 and plan.options.invariant is None:
-        return []
-    of_heads = () if plan.options.allow_different_dropout else ("attention_dropout",)
-    return [
-        (path, module, attribute)
-        for path, module in model.named_modules()
-        for attribute in (("p",) if type(module) is nn.Dropout else of_heads)
-        if getattr(module, attribute, None) == 0
-    ]
-
-
 def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:
     """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
     mixture, sublayers = spec.mixture, spec.sublayers(dict(model.named_parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -176,6 +177,30 @@ def watch_forward(model: nn.Module) -> None:
             _MeetAtEmbedding(own)
 
 
+def watch_dropout(model: nn.Module, of_heads: bool) -> None:
+    """Let a forward in training raise for dropout that was 0 and is switched on.
+
+    ``px.parallelize`` has not checked it: its masks could be those of no single process, or differ
+    between ranks that need the same.
+
+    Args:
+        of_heads: that of attention too, whose masks belong to heads.
+    """
+    for path, module in model.named_modules():
+        attribute = "p" if type(module) is nn.Dropout else "attention_dropout"
+        if getattr(module, attribute, None) == 0 and (of_heads or attribute == "p"):
+            hook = partial(_refuse_dropout, path, attribute)
+            module.register_forward_pre_hook(hook, prepend=True)
+
+
+def _refuse_dropout(path: str, attribute: str, module: nn.Module, args: Any) -> None:
+    if module.training and (value := getattr(module, attribute)):
+        raise ValueError(
+            f"the dropout of {path} was 0 when px.parallelize checked it, and is {value} now; set "
+            "it before px.parallelize, which says where masks depend on the layout"
+        )
+
+
 def _before_forward(module: nn.Module, args: Any) -> None:
     model = model_of(module)
     state: ParallelState = getattr(model, STATE_NAME)
@@ -199,20 +224,6 @@ def _bypass(model: nn.Module) -> RuntimeError:
         "does not call the one that px.parallelize has put there, but takes shards for full "
         "tensors, as TRL's and Liger's fused losses do; undo that"
     )
-
-
-def refuse_other_dropout(model: nn.Module) -> None:
-    """Raise where dropout was switched on since the model became parallel, and not checked there.
-
-    Its masks could be those of no process, or differ between ranks that need the same.
-    """
-    state: ParallelState = getattr(model, STATE_NAME)
-    for path, module, attribute in state.dropout_off if model.training else ():
-        if (value := getattr(module, attribute)) and module.training:
-            raise ValueError(
-                f"the dropout of {path} was 0 when px.parallelize checked it, and is {value} now; "
-                "set it before px.parallelize, which says where masks depend on the layout"
-            )
 
 
 def refuse_other_ends(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel
+from test_specs import OfSpec
 from torch.nn.attention.flex_attention import create_block_mask
 
 import parallel_ext as px
@@ -111,9 +112,7 @@ def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: 
 
 
 def _forward_with_dropout(where: str, attribute: str) -> None:
-    plain = TINY.model()
-    plain.model.layers[1].mlp.drop = torch.nn.Dropout(0.0)
-    model = parallel(plain, mesh_of()).train()
+    model = parallel(OfSpec("phi3").model(), mesh_of())
     ids = torch.arange(4).view(1, 4)
     setattr(model.model.layers[1].get_submodule(where), attribute, 0.25)
     model.eval()(ids)  # drops nothing
@@ -121,7 +120,7 @@ def _forward_with_dropout(where: str, attribute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "attribute"), [("self_attn", "attention_dropout"), ("mlp.drop", "p")]
+    ("where", "attribute"), [("self_attn", "attention_dropout"), ("resid_mlp_dropout", "p")]
 )
 def test_dropout_that_is_switched_on_later_is_refused(where: str, attribute: str) -> None:
     words = [
