@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +119,25 @@ class _RefuseApart(_RefuseBypass):
             refuse_training_apart(getattr(self.model, STATE_NAME))
 
 
+class _RefuseDropout:
+    """A forward pre-hook: in training, raises where the dropout of a module was switched on.
+
+    Args:
+        path: of the module.
+        attribute: of the module, which was 0.
+    """
+
+    def __init__(self, path: str, attribute: str) -> None:
+        self.path, self.attribute = path, attribute
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and (value := getattr(module, self.attribute)):
+            raise ValueError(
+                f"the dropout of {self.path} was 0 when px.parallelize checked it, and is {value} "
+                "now; set it before px.parallelize, which says where masks depend on the layout"
+            )
+
+
 class _MeetAtEmbedding:
     """Lets ranks join the saves of others before a call of the embedding outside of the model.
 
@@ -189,16 +207,7 @@ def watch_dropout(model: nn.Module, of_heads: bool) -> None:
     for path, module in model.named_modules():
         attribute = "p" if type(module) is nn.Dropout else "attention_dropout"
         if getattr(module, attribute, None) == 0 and (of_heads or attribute == "p"):
-            hook = partial(_refuse_dropout, path, attribute)
-            module.register_forward_pre_hook(hook, prepend=True)
-
-
-def _refuse_dropout(path: str, attribute: str, module: nn.Module, args: Any) -> None:
-    if module.training and (value := getattr(module, attribute)):
-        raise ValueError(
-            f"the dropout of {path} was 0 when px.parallelize checked it, and is {value} now; set "
-            "it before px.parallelize, which says where masks depend on the layout"
-        )
+            module.register_forward_pre_hook(_RefuseDropout(path, attribute), prepend=True)
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
