@@ -16,6 +16,7 @@ from parallel_ext.models._transformers_private import (
     is_input_hook,
     let_keys_size_static_caches,
 )
+from parallel_ext.nn.hooks_alike import hooks_alike
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.entering import enter_and_leave
@@ -155,8 +156,9 @@ def parallelize(
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
     """Replace the modules of a checked model, and bind its methods; no communication."""
     replacer = (Replacer if plan.options.invariant is None else BlockReplacer)(model, plan)
-    replacer.replace_all()
-    _attach(model, plan, ParallelState(plan, replacer.partials, replacer.routings))
+    with hooks_alike():
+        replacer.replace_all()
+        _attach(model, plan, ParallelState(plan, replacer.partials, replacer.routings))
 
 
 def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelState) -> None:

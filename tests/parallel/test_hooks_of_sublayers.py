@@ -125,3 +125,26 @@ def _clamped(grad: torch.Tensor) -> tuple[torch.Tensor]:
 @pytest.mark.parametrize("change", [_nothing, _clamped])
 def test_a_backward_hook_sees_the_gradient_of_the_input(change: Callable) -> None:
     assert_within(pool(2).run(_of_input, change), 1e-10)
+
+
+def _compiled_layers() -> list[int]:
+    """How many graphs there are after each of two steps."""
+    model = parallel(Tiny(layers=4).model(), mesh_of()).train()
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    counts = []
+    for _ in range(2):
+        model(**batch(model.config.vocab_size), use_cache=False).loss.backward()
+        counts.append(len(graphs))
+    return counts
+
+
+def test_layers_that_are_alike_are_compiled_once() -> None:
+    """As those of the plain model."""
+    assert pool(2).run(_compiled_layers) == [[1, 1], [1, 1]]
