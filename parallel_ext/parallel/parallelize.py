@@ -16,7 +16,7 @@ from parallel_ext.models._transformers_private import (
     is_input_hook,
     let_keys_size_static_caches,
 )
-from parallel_ext.nn.hooks_alike import hooks_alike
+from parallel_ext.nn.hook_numbers import numbered_by_module
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.entering import enter_and_leave
@@ -156,7 +156,7 @@ def parallelize(
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
     """Replace the modules of a checked model, and bind its methods; no communication."""
     replacer = (Replacer if plan.options.invariant is None else BlockReplacer)(model, plan)
-    with hooks_alike():
+    with numbered_by_module():
         replacer.replace_all()
         _attach(model, plan, ParallelState(plan, replacer.partials, replacer.routings))
 

@@ -145,6 +145,6 @@ def _compiled_layers() -> list[int]:
     return counts
 
 
-def test_layers_that_are_alike_are_compiled_once() -> None:
+def test_equal_layers_are_compiled_once() -> None:
     """As those of the plain model."""
     assert pool(2).run(_compiled_layers) == [[1, 1], [1, 1]]

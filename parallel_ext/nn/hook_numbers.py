@@ -1,4 +1,4 @@
-"""Hooks that have the same numbers in all modules that are alike."""
+"""Numbers of hooks, which torch.compile compares between layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel_ext.nn.temporarily import temporarily
 
 
 @contextmanager
-def hooks_alike() -> Iterator[None]:
+def numbered_by_module() -> Iterator[None]:
     """Number hooks that are registered inside the block by their order in their module alone.
 
     torch counts all hooks of the process, and torch.compile makes a graph for each of the numbers
@@ -22,7 +22,7 @@ def hooks_alike() -> Iterator[None]:
     Example:
         >>> import torch
         >>> linear = torch.nn.Linear(1, 1)
-        >>> with hooks_alike():
+        >>> with numbered_by_module():
         ...     linear.register_forward_hook(print).id, linear.register_forward_hook(print).id
         (-1, -2)
     """
