@@ -448,3 +448,15 @@ def loaded_by_accelerate(trial: Trial) -> None:
         lambda: accelerate.load_checkpoint_and_dispatch(trial.model, trial.folder),
         lambda: accelerate.load_checkpoint_in_model(trial.model, trial.folder),
     )
+
+
+@exact(
+    "accelerate.utils.compile_regions",
+    how="equal layers once; after px.data_parallel, whose class it cannot copy, layer.compile()",
+)
+def compiled_regions(trial: Trial) -> None:
+    model = trial.model
+    trial.model = accelerate.utils.compile_regions(model, backend="eager")
+    trial.backward()
+    trial.model = model
+    trial.equal(gradients=True)
