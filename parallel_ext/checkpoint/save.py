@@ -247,6 +247,8 @@ def _check(
             f"save_checkpoint: step must be a whole number from 0 to 2**63 - 1, got {step!r}"
         )
     check_keep(keep_last, keep_every)
+    if not os.fspath(root):
+        raise ValueError("save_checkpoint: root is empty; '.' is the working directory")
     at = Path(root).absolute()
     if os.path.lexists(at / COMMIT_NAME):
         raise CheckpointError(

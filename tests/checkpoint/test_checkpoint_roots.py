@@ -305,6 +305,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             job.save(tmp_path, step, step)
 
 
+def test_a_root_has_a_name() -> None:
+    with pytest.raises(px.CheckpointError, match="root is empty"):
+        SmallJob(px.init_mesh()).save("", 1, 1)
+
+
 def test_a_step_is_no_root(tmp_path: Path) -> None:
     job = SmallJob(px.init_mesh())
     job.save(tmp_path, 1, 1)
