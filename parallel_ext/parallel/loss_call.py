@@ -11,7 +11,7 @@ from parallel_ext.models import PUBLISHED
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, who_sees_logits, why_not_fused
 from parallel_ext.parallel.arguments import declared_by, wants_router_logits
 from parallel_ext.parallel.derived_class import is_derived
-from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models
+from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding._torch_private import input_hooks
 
 
@@ -66,13 +66,7 @@ def who_sees(model: nn.Module) -> str | None:
 def loss_call(
     model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
 ) -> LossCall:
-    """Return how the forward that begins computes the loss, by all arguments of the call.
-
-    Raises:
-        ValueError: dp ranks run leaves of another model, so that its loss would be no share of
-            their sum.
-    """
-    _refuse_in_leaves_of_another(model, state)
+    """Return how the forward that begins computes the loss, by all arguments of the call."""
     head, name = model.get_submodule(state.spec.head), type(model).__name__
     seen_by = who_sees(model)
     if wants_logits(model, state):
@@ -93,19 +87,6 @@ def loss_call(
         takes_own_tokens=state.sequence_parallel
         and _head_takes_own_tokens(model, state, arguments),
     )
-
-
-def _refuse_in_leaves_of_another(model: nn.Module, state: ParallelState) -> None:
-    if state.mesh.dp_size == 1 or state.in_leaf:
-        return
-    for other in parallel_models():
-        of_other: ParallelState = getattr(other, STATE_NAME)
-        if of_other.in_leaf and not of_other.leaf_is_batch:
-            raise ValueError(
-                f"{type(model).__name__}: labels inside of px.leaves of another model, whose "
-                f"losses dp={state.mesh.dp_size} ranks add, while this one's is a share of their "
-                "mean; compute it from the logits of a call without labels"
-            )
 
 
 def _head_takes_own_tokens(

@@ -14,7 +14,7 @@ from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP
 from parallel_ext.parallel.derived_class import has_other_loss
 from parallel_ext.parallel.loss_call import is_own, undeclared, wants_balance
 from parallel_ext.parallel.masks_of_heads import refuse_masks_of_heads
-from parallel_ext.parallel.state import ParallelState
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models
 
 
 def refuse_call(
@@ -45,6 +45,8 @@ def refuse_call(
             f"{state.mesh.dp_size} ranks; set it to False, or use dp=1"
         )
     _refuse_options_of_loss(model, state, arguments, call)
+    if call is not None:
+        _refuse_in_leaves_of_another(model, state)
     if state.mesh.tp_size > 1 and (
         arguments.get("output_attentions") or model.config.output_attentions
     ):
@@ -90,6 +92,20 @@ def _refuse_options_of_loss(
                 f"px.Invariant computes head and loss in one op, but {call.why_not}; undo that"
             )
         raise ValueError(f"fused_loss=True, but {call.why_not}; undo that, or pass 'auto'")
+
+
+def _refuse_in_leaves_of_another(model: nn.Module, state: ParallelState) -> None:
+    """Raise where dp ranks run leaves of another model, and this one's loss is no part of a sum."""
+    if state.mesh.dp_size == 1 or state.in_leaf:
+        return
+    for other in parallel_models():
+        of_other: ParallelState = getattr(other, STATE_NAME)
+        if of_other.in_leaf and not of_other.leaf_is_batch:
+            raise ValueError(
+                f"{type(model).__name__}: labels inside of px.leaves of another model, whose "
+                f"losses dp={state.mesh.dp_size} ranks add, while this one's is a share of their "
+                "mean; compute it from the logits of a call without labels"
+            )
 
 
 def _refuse_lookup_by_rows(state: ParallelState, arguments: Mapping[str, Any]) -> None:
