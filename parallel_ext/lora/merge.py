@@ -179,7 +179,7 @@ def _merging(
 def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     """Write what was trained whole into the original, if dp ranks share out the rows of that.
 
-    FSDP knows the original alone, which then is what PEFT leaves of the two.
+    FSDP knows the original by its name, which then is what PEFT leaves of the two.
     """
     original = module.original_module
     shared_out = any(hasattr(parameter, "to_local") for parameter in original.parameters())
@@ -188,7 +188,9 @@ def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     trained = module.modules_to_save[module.active_adapter]
     for name, parameter in original.named_parameters():
         value = trained.get_parameter(name).detach()
-        local_part(parameter.data).copy_(_rows_here(value, parameter))
+        is_shared_out = hasattr(value, "to_local")  # as experts are, each by itself
+        rows = local_part(value) if is_shared_out else _rows_here(value, parameter)
+        local_part(parameter.data).copy_(rows)
     module.modules_to_save[module.active_adapter] = original
     tensors = dict(state.layout.tensors)
     for part in original.modules():  # whose layouts know it by the name that it has in PEFT

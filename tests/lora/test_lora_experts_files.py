@@ -130,7 +130,7 @@ def _merge_after_training(directory: Path, layout: Layout, zero: int) -> torch.T
 
 
 def _changed(name: str, value: torch.Tensor) -> torch.Tensor:
-    return 1.5 * value if "lm_head" in name or "norm" in name else value
+    return 1.5 * value if any(part in name for part in ("lm_head", "norm", "experts")) else value
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,7 @@ def _changed(name: str, value: torch.Tensor) -> torch.Tensor:
         (Layout(3, 1, 1), 3, []),
         (Layout(2, 1, 2), 2, []),
         (Layout(2, 2, 2), 3, ["lm_head", "norm"]),
+        (Layout(2, 1, 1), 2, ["experts"]),
     ],
     ids=str,
 )
@@ -147,7 +148,8 @@ def test_what_dp_ranks_share_out_is_merged_for_good(
     tmp_path: Path, layout: Layout, zero: int, whole: list[str]
 ) -> None:
     adapted = ["q_proj", "o_proj", *({"lm_head"} - {*whole})]
-    _by_peft(tmp_path, target_modules=adapted, modules_to_save=whole)
+    experts = [] if "experts" in whole else [GATE_UP, DOWN]
+    _by_peft(tmp_path, target_modules=adapted, target_parameters=experts, modules_to_save=whole)
     tensors = load_file(tmp_path / FILE)
     trained = {name: _changed(name, value) for name, value in tensors.items()}
     save_file(trained, tmp_path / FILE)
