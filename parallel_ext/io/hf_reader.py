@@ -24,6 +24,7 @@ from parallel_ext.sharding.reshard import row_ranges
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"  # PEFT's
+ADAPTER_PICKLE_NAME = "adapter_model.bin"  # of old releases of PEFT
 GENERATION_CONFIG_NAME = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"

@@ -20,7 +20,7 @@ from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io import disk
-from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, ADAPTER_PICKLE_NAME
 from parallel_ext.io.replace_files import replaced_files
 from parallel_ext.io.rewrite import copy_tensors
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -56,7 +56,6 @@ def check_adapters(model: nn.Module, state: ParallelState, op_name: str) -> None
     compare(trained, state.mesh, op_name)
 
 
-_PICKLE = "adapter_model.bin"
 _CARD = "README.md"
 
 
@@ -214,7 +213,8 @@ def load_adapter(
         folder = Path(model_id, kwargs.get("subfolder") or "")
         if (folder / ADAPTER_NAME).exists():
             SafetensorsFile(folder / ADAPTER_NAME).close()
-        elif folder.is_dir() and not (folder / _PICKLE).exists():  # else PEFT looks on the hub
+        elif folder.is_dir() and not (folder / ADAPTER_PICKLE_NAME).exists():
+            # of what is no folder PEFT looks on the hub
             raise CheckpointError(f"{folder} holds no {ADAPTER_NAME}")
 
     state.mesh.control.run_on_all(op_name, look)

@@ -19,7 +19,7 @@ from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.header_hashes import open_compared
-from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, HFDirectory
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, ADAPTER_PICKLE_NAME, HFDirectory
 from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import check_new, copy_beside, rows_of, write_again
@@ -70,6 +70,11 @@ class _Adapter:
     def __init__(self, folder: Path, files: ExitStack) -> None:
         if not (folder / ADAPTER_CONFIG_NAME).exists():
             raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG_NAME}, so it is no adapter")
+        if (folder / ADAPTER_PICKLE_NAME).exists() and not (folder / ADAPTER_NAME).exists():
+            raise CheckpointError(
+                f"{folder / ADAPTER_PICKLE_NAME} is a pickle, which is not merged; load the "
+                f"adapter with PEFT and save it again, which writes {ADAPTER_NAME}"
+            )
         try:
             self.config = LoraConfig.from_pretrained(str(folder))
             refuse_unsupported(self.config, f"merge {folder}")

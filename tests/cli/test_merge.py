@@ -161,6 +161,18 @@ def test_the_text_configuration_alone_may_tie_the_ends(tmp_path: Path) -> None:
         merged_files.merge_files(adapter, base, tmp_path / "out")
 
 
+def test_an_adapter_in_a_pickle_is_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TINY.model().save_pretrained(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    _trained(TINY.model(), adapter).save_pretrained(adapter, safe_serialization=False)
+    (adapter / "adapter_model.safetensors").unlink()
+    text = _refused(capsys, adapter, tmp_path / "base", tmp_path / "out")
+    assert f"{adapter / 'adapter_model.bin'} is a pickle" in text
+    assert "load the adapter with PEFT and save it again" in text
+
+
 def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     TINY.model().save_pretrained(base)
