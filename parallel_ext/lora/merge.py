@@ -220,6 +220,15 @@ def merge_adapter(
     return _merging(plain, self, True, safe_merge=safe_merge, adapter_names=adapter_names)
 
 
+def unload(plain: Callable[..., Any], self: peft.LoraModel) -> Any:
+    """Extend ``LoraModel.unload``: what was trained whole stays, as in PEFT, also over dp ranks."""
+    state = parallel_state(self.model)
+    for module in [] if state is None else list(self.model.modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            _take_over(module, state)
+    return plain(self)
+
+
 def merge_and_unload(
     plain: Callable[..., Any],
     self: peft.LoraModel,

@@ -55,6 +55,7 @@ def extend_peft() -> None:
     extend(hotswap.hotswap_adapter_from_state_dict, files.swap_state_dict)
     extend(peft.LoraModel.merge_adapter, merge.merge_adapter)
     extend(peft.LoraModel.merge_and_unload, merge.merge_and_unload)
+    extend(peft.LoraModel.unload, merge.unload)
     extend(peft.LoraModel.add_weighted_adapter, inject.add_weighted_adapter)
     register(_REFUSALS)
     register_source(adapter_contents)

@@ -159,6 +159,22 @@ def test_what_dp_ranks_share_out_is_merged_for_good(
     _assert_merged_files(tmp_path, expected)
 
 
+def _unload(directory: Path, layout: Layout) -> None:
+    base = parallel(TINY.model(), mesh := layout.mesh())
+    model = px.data_parallel(peft.PeftModel.from_pretrained(base, directory), mesh)
+    model.unload().save_pretrained(directory / "merged")
+
+
+def test_what_was_trained_whole_stays_without_the_adapter(tmp_path: Path) -> None:
+    _by_peft(tmp_path, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    tensors = load_file(tmp_path / FILE)
+    trained = {name: _changed(name, value) for name, value in tensors.items()}
+    save_file(trained, tmp_path / FILE)
+    expected = _logits(plain(tmp_path, TINY).unload())
+    pool(2).run(_unload, tmp_path, Layout(2, 1, 1))
+    _assert_merged_files(tmp_path, expected)
+
+
 def _old(directory: Path) -> None:
     """An adapter as PEFT saved it while transformers 4 had a module for each expert."""
     _by_peft(directory, target_modules=["q_proj"], target_parameters=None)
