@@ -161,8 +161,8 @@ def test_what_dp_ranks_share_out_is_merged_for_good(
 
 def _unload(directory: Path, layout: Layout) -> None:
     base = parallel(TINY.model(), mesh := layout.mesh())
-    model = px.data_parallel(peft.PeftModel.from_pretrained(base, directory), mesh)
-    model.unload().save_pretrained(directory / "merged")
+    model = peft.PeftModel.from_pretrained(base, directory, is_trainable=True)
+    px.data_parallel(model, mesh, 2).unload().save_pretrained(directory / "merged")
 
 
 def test_what_was_trained_whole_stays_without_the_adapter(tmp_path: Path) -> None:
