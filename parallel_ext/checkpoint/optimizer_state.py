@@ -50,7 +50,7 @@ class OptimizerState:
 
 def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.Parameter, str]:
     """Return the logical name of every parameter of the optimizer that is saved, in its order."""
-    _refuse_state_elsewhere(optimizer)
+    refuse_state_elsewhere(optimizer)
     to_shards(contents.model)
     known = {id(parameter): name for name, parameter in contents.parameters()}
     others = {id(parameter): name for name, parameter in contents.model.named_parameters()}
@@ -73,8 +73,12 @@ def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.P
     return names
 
 
-def _refuse_state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer keeps state that is not of single parameters, which would be lost."""
+def refuse_state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer keeps state that is not of single parameters, which would be lost.
+
+    Raises:
+        CheckpointError: it does, or is no optimizer of torch.
+    """
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CheckpointError(f"{kind.__name__} is no torch.optim.Optimizer, and cannot be saved")

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.load import load_checkpoint
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
+from parallel_ext.checkpoint.optimizer_state import refuse_state_elsewhere
 from parallel_ext.checkpoint.save import save_checkpoint
 from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.checkpoint.verify import read_small_files
@@ -40,6 +41,7 @@ class TrainerFiles:
     model: nn.Module
     args: transformers.TrainingArguments
     _random_states: Mapping[str, torch.Tensor] | None = None  # of the checkpoint that was loaded
+    _has_stepped = False
 
     @property
     def _mesh(self) -> Mesh:
@@ -109,7 +111,28 @@ class TrainerFiles:
         if resume_from_checkpoint is True:
             # With True the trainer then says that there is none.
             resume_from_checkpoint = self._last_checkpoint() or True
+        self._has_stepped = False
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Log, save and evaluate; after a first step raise if no checkpoint could hold its state.
+
+        Else a training would end at its first checkpoint, which may be hours away.
+        """
+        if not self._has_stepped and self.args.save_strategy != "no":
+            self._mesh.control.run_on_all("train", self._check_state)
+        self._has_stepped = True
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _check_state(self) -> None:
+        if self.args.save_only_model:
+            return
+        try:
+            refuse_state_elsewhere(unwrapped(self.optimizer))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{type(self).__name__}: {error}; pass save_only_model=True or save_strategy='no'"
+            ) from error
 
     def _last_checkpoint(self) -> str | None:
         """Return the newest checkpoint that was not interrupted, as rank 0 sees it."""

@@ -30,6 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from versions import needs_trainer
 
 import parallel_ext as px
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.interplay.data_loaders import drawn_together, seed_workers_of_dp_ranks
 from parallel_ext.training import trainer as px_trainer
 
@@ -529,6 +530,37 @@ def _made(job: Job, folder: Path, cls: type | None = None) -> None:
 def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     job = replace(JOBS["tp 2"], options=options)
     pool(2).assert_raises(_made, job, tmp_path, words=words)
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps a number for all of its parameters together, which no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def _counted(job: Job, folder: Path) -> tuple[int, str]:
+    with world():
+        trainer, _ = made(job, folder)
+        trainer.optimizer = _Counting(trainer.model.parameters(), lr=0.1)
+        try:
+            trainer.train()
+        except CheckpointError as error:
+            return trainer.state.global_step, str(error)
+        return trainer.state.global_step, ""
+
+
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_an_optimizer_that_no_checkpoint_holds_is_refused_early(
+    weights_alone: bool, tmp_path: Path
+) -> None:
+    """Not at the first checkpoint, which may be hours away."""
+    job = replace(JOBS["tp 2"], options={"save_steps": 2, "save_only_model": weights_alone})
+    for steps, error in pool(2).run(_counted, job, tmp_path):
+        assert (steps > 1) == weights_alone
+        assert ("'all', which is of no parameter" in error) != weights_alone
+        assert ("pass save_only_model=True" in error) != weights_alone
 
 
 class LabelsItself:
