@@ -170,10 +170,15 @@ def _merging(
 
         state.mesh.control.run_on_all(op_name, check)
         check_adapters(self.model, state, op_name)
-        for module in [] if keep else list(self.model.modules()):
-            if isinstance(module, ModulesToSaveWrapper):
-                _take_over(module, state)
+        if not keep:
+            _take_over_all(self.model, state)
     return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def _take_over_all(model: nn.Module, state: ParallelState) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            _take_over(module, state)
 
 
 def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
@@ -223,9 +228,8 @@ def merge_adapter(
 def unload(plain: Callable[..., Any], self: peft.LoraModel) -> Any:
     """Extend ``LoraModel.unload``: what was trained whole stays, as in PEFT, also over dp ranks."""
     state = parallel_state(self.model)
-    for module in [] if state is None else list(self.model.modules()):
-        if isinstance(module, ModulesToSaveWrapper):
-            _take_over(module, state)
+    if state is not None:
+        _take_over_all(self.model, state)
     return plain(self)
 
 

@@ -119,14 +119,13 @@ class TrainerFiles:
 
         Else a training would end at its first checkpoint, which may be hours away.
         """
-        if not self._has_stepped and self.args.save_strategy != "no":
+        saves_state = self.args.save_strategy != "no" and not self.args.save_only_model
+        if saves_state and not self._has_stepped:
             self._mesh.control.run_on_all("train", self._check_state)
         self._has_stepped = True
         return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _check_state(self) -> None:
-        if self.args.save_only_model:
-            return
         try:
             refuse_state_elsewhere(unwrapped(self.optimizer))
         except CheckpointError as error:
