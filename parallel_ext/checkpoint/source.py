@@ -105,7 +105,7 @@ def contents_of(model: nn.Module) -> Contents:
         if (contents := source(model)) is None:
             continue
         inside = {id(parameter) for parameter in contents.model.parameters()}
-        if outside := [name for name, each in beside.items() if id(each) not in inside]:
+        if outside := [name for name, (each, _) in beside.items() if id(each) not in inside]:
             raise CheckpointError(
                 f"a checkpoint of an adapter holds nothing else, and {outside[0]} is beside PEFT's "
                 "model; give that, with an optimizer of its parameters alone, and write the rest "
@@ -189,7 +189,8 @@ class OwnModule(WholeModel):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._inner.parameters():
             yield f"{self._prefix}{name}", parameter
-        yield from parameters_beside(self.model).items()
+        for name, (parameter, _) in parameters_beside(self.model).items():
+            yield name, parameter
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
         of_transformers = hasattr(self.model, "can_generate")  # so that it has a configuration

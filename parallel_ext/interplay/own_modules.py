@@ -132,8 +132,8 @@ def num_parameters(
     embeddings = (each for each in self.modules() if isinstance(each, nn.Embedding))
     left_out = {id(each.weight) for each in embeddings} if exclude_embeddings else ()
     beside = sum(
-        parameter.numel()
-        for parameter in parameters_beside(self).values()
+        layout.numel
+        for parameter, layout in parameters_beside(self).values()
         if id(parameter) not in left_out and (parameter.requires_grad or not only_trainable)
     )
     return beside + sum(

@@ -18,7 +18,7 @@ from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
-from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.owners import owned_by, owners_of
 from parallel_ext.parallel.state import (
     copies_of,
     is_parallel,
@@ -60,6 +60,7 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
     params = [_with_list(each) for each in params]
     now = {id(each): newest(each) for each in tensors_in(params)}
     now |= adopting.adopt_owners(now.values(), name)
+    now = {key: newest(each) for key, each in now.items()}  # also of a head beside a decoder
     params = [_exchanged(each, now) for each in params]
     tensors = list(tensors_in(params))
     owners = owners_of(tensors)
@@ -68,10 +69,10 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
         train_together(model)
     if beside := [each for each in tensors if id(each) not in owners]:
         _train_beside(beside, models or parallel_models(), name)
-    now = {
-        key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
-        for key, owned in owners.items()
+    of_models = {  # data_parallel has replaced some
+        (owned.model, owned.name): owned.parameter for model in models for owned in owned_by(model)
     }
+    now = {key: of_models[owned.model, owned.name] for key, owned in owners.items()}
     return [_exchanged(each, now) for each in params]
 
 

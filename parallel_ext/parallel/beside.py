@@ -17,7 +17,7 @@ from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding._torch_private import input_hooks
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
-from parallel_ext.sharding.named_shards import persistent_buffers
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 
 
 def parallel_parts(module: nn.Module) -> dict[str, nn.Module]:
@@ -35,13 +35,21 @@ def is_around(module: nn.Module) -> bool:
     return next(iter(parallel_parts(module)), "") not in ("", "base_model.model")
 
 
-def parameters_beside(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_beside(module: nn.Module) -> dict[str, tuple[nn.Parameter, TensorLayout]]:
     """Return the parameters of a module that belong to no parallel model in it, by name.
 
-    Each rank holds all of them whole. They come in the module's order, each once.
+    Each rank holds all of them whole, but for its rows of an output head that is sharded with the
+    decoder. They come in the module's order, each once.
     """
     inside = {id(p) for model in parallel_parts(module).values() for p in model.parameters()}
-    return {name: p for name, p in module.named_parameters() if id(p) not in inside}
+    shards = named_shards(module)
+    return {name: (p, layout) for name, p, layout in shards if id(p) not in inside}
+
+
+def whole_beside(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return those of :func:`parameters_beside` that every rank holds whole."""
+    beside = parameters_beside(module).items()
+    return {name: parameter for name, (parameter, layout) in beside if layout.is_replicated}
 
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,10 +133,12 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
         return inside
     tied_beside(module)  # raises where a head would get lost
     layout, first_name = _below(prefix, inside), {}
+    layouts = {id(parameter): each for parameter, each in parameters_beside(module).values()}
     tensors, tied = dict(layout.tensors), dict(layout.tied)
     for name, tensor in tensors_beside(module):
         if (first := first_name.setdefault(id(tensor), name)) == name:
-            tensors[name] = TensorLayout(name, tuple(tensor.shape))
+            whole = TensorLayout(name, tuple(tensor.shape))
+            tensors[name] = replace(layouts.get(id(tensor), whole), name=name)
         else:
             tied[name] = first
     buffers = {name for name, _ in persistent_buffers(module)} & (tensors.keys() - layout.tensors)

@@ -19,7 +19,7 @@ from parallel_ext.distributed.errors import (
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io.hf_reader import HFDirectory
-from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.io.state_dict import gather_in_step, gather_state_dict
 from parallel_ext.models import SPECS
 from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
 from parallel_ext.models.sublayers import MixtureNames
@@ -32,6 +32,7 @@ from parallel_ext.parallel.beside import (
     tell_labels,
     tensors_beside,
     tied_beside,
+    whole_beside,
 )
 from parallel_ext.parallel.configuration import build_on_meta, configurations, names_in_model
 from parallel_ext.parallel.joining import arrive
@@ -315,12 +316,19 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
     """
     arrive("full_state_dict")
     mesh, tied, full = state_of(model).mesh, tied_beside(model), {}
-    if beside := parameters_beside(model):
-        check_equal_beside(beside, mesh, "full_state_dict")
+    if whole := whole_beside(model):
+        check_equal_beside(whole, mesh, "full_state_dict")
     for path, each in parallel_parts(model).items():
         gathered = gather_state_dict(each, mesh, state_of(each).layout, writer_only)
         full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
+    beside = parameters_beside(model).items()
+    shards = {name: own for name, own in beside if not own[1].is_replicated}
+    if shards:
+        full |= gather_in_step(shards, mesh, "full_state_dict", writer_only)
     if mesh.rank == 0 or not writer_only:
-        full |= {n: tensor.detach().cpu().clone() for n, tensor in tensors_beside(model)}
+        first_name = {id(shard): name for name, (shard, _) in shards.items()}
+        for name, tensor in tensors_beside(model):
+            first = first_name.get(id(tensor))
+            full[name] = tensor.detach().cpu().clone() if first is None else full[first]
         full |= {name: full[first] for name, first in tied.items()}
     return full

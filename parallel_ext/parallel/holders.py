@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from parallel_ext.nn.vocab import TiedHead
+from parallel_ext.nn.vocab import TiedHead, VocabParallelHead
 from parallel_ext.sharding._torch_private import own_modules
 
 
@@ -53,7 +53,7 @@ class Holders:
 
 
 def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str]]:
-    """Return the plain output layers outside of a decoder that have its embedding's weight.
+    """Return the output layers outside of a decoder that have its embedding's weight.
 
     Args:
         model: without a head, and not parallel yet.
@@ -66,7 +66,7 @@ def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str
     return [
         (holder, name)
         for holder, name, child in _children_in_process()
-        if type(child) is nn.Linear and child.weight is weight
+        if type(child) in (nn.Linear, VocabParallelHead) and child.weight is weight
     ]
 
 

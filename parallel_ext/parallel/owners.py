@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.head_beside import shards_beside, with_head
 from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.sharding.layout import TensorLayout
@@ -17,10 +19,10 @@ from parallel_ext.sharding.slices import address_of, local_part
 
 
 class Owned(NamedTuple):
-    """A parameter of a parallel model.
+    """A parameter of a parallel model, or a shard of the head beside it.
 
     Attributes:
-        name: in the HuggingFace model.
+        name: in the HuggingFace model, or the one around it.
         parameter: this rank's shard.
         layout: where the full tensor lies.
         model: the HuggingFace model.
@@ -42,8 +44,8 @@ class Owned(NamedTuple):
 
 
 def owned_by(model: nn.Module) -> Iterator[Owned]:
-    """Iterate over the parameters of a parallel model, tied ones once."""
-    for name, parameter, layout in named_shards(model):
+    """Iterate over the parameters of a parallel model, tied ones once; then over its head's."""
+    for name, parameter, layout in chain(named_shards(model), shards_beside(model)):
         yield Owned(name, parameter, layout, model)
 
 
@@ -66,7 +68,7 @@ def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
     found: dict[int, Owned] = {}
     for model in parallel_models():
         # Every initialization of a new parameter asks, of another model too.
-        if not may_be_put_aside and not holds_any(model, wanted):
+        if not may_be_put_aside and not holds_any(with_head(model), wanted):
             continue
         gathered = {id(each): name for name, each, _ in named_shards(model)}
         to_shards(model)

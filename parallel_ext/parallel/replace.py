@@ -49,7 +49,8 @@ class ConfigOfRank:
         return getattr(self._config, name)
 
 
-def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:
+def shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:
+    """Return the parameter that stands for a whole one on a rank, with its part of the gradient."""
     if layout.local_shape(rank) == layout.shape:
         return old
     new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
@@ -93,7 +94,7 @@ class Replacer:
             if old is not None:
                 layouts[attribute] = self.layout[f"{path}.{attribute}"]
                 if old not in self._new:
-                    self._new[old] = _shard_of(old, layouts[attribute], self.mesh.rank)
+                    self._new[old] = shard_of(old, layouts[attribute], self.mesh.rank)
                 old = self._new[old]
             shards.append(old)
         return *shards, layouts

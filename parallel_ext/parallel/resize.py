@@ -28,7 +28,7 @@ from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 _OP_NAME = "resize_token_embeddings"
 
 _Rows = VocabParallelEmbedding | VocabParallelHead
-_Beside = TiedHead | nn.Linear | None  # the head of a model of images, around its decoder
+_Beside = TiedHead | VocabParallelHead | nn.Linear | None  # the head around a decoder of a model
 
 
 @torch.no_grad()
@@ -52,8 +52,7 @@ def resize_token_embeddings(
     HuggingFace's method it would train a head that is in no model.)
 
     Args:
-        model: a parallel model, or one of images around a parallel decoder, whose head is whole on
-            each rank or tied to the embedding.
+        model: a parallel model, or one of images around a parallel decoder.
         new_num_tokens: rows of embedding and head afterwards; as many as before when None.
         pad_to_multiple_of: round that up to a multiple of this. As in HuggingFace the rows added so
             are rows like any other, which ``config.vocab_size`` counts and files hold. Ranks need
@@ -125,7 +124,9 @@ def resize_token_embeddings(
                 name, lambda old, layout=layout: _resharded(old, layout, None, ranges, mesh)
             )
     places: list[tuple[_Rows | nn.Linear, Sequence[Range]]] = [(each, ranges) for each in sharded]
-    if isinstance(head, nn.Linear):
+    if isinstance(head, VocabParallelHead):
+        places.append((head, ranges))
+    elif isinstance(head, nn.Linear):
         places.append((head, [(0, rows)]))
     with _in_step(mesh):  # in HuggingFace's order
         resized = [_resized(model, *place, mean_resizing) for place in places]
@@ -182,7 +183,7 @@ def _check(
     expected = [(state.spec.embedding, embedding, {VocabParallelEmbedding})]
     expected += [(state.spec.head, each, {VocabParallelHead}) for each in of_model]
     if head is not None:
-        expected.append(("the output head", head, {TiedHead, nn.Linear}))
+        expected.append(("the output head", head, {TiedHead, VocabParallelHead, nn.Linear}))
     for path, module, kinds in expected:
         if type(module) not in kinds:
             raise RuntimeError(

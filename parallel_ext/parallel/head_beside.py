@@ -1,0 +1,135 @@
+"""The output head of a model around a parallel decoder, as of one of images: sharded with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import transformers
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from parallel_ext.distributed.require_equal import require_equal
+from parallel_ext.nn.sharded_module import does_more, row_layouts
+from parallel_ext.nn.stale_parameters import watch_replaced
+from parallel_ext.nn.vocab import VocabParallelHead
+from parallel_ext.parallel.holders import Holders
+from parallel_ext.parallel.plan import Plan
+from parallel_ext.parallel.replace import shard_of
+from parallel_ext.parallel.state import own_state
+from parallel_ext.sharding._torch_private import gradient_hooks
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards
+
+_NAME = "parallel_ext_head_beside"
+_around: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = WeakKeyDictionary()
+
+
+class PlainHead(NamedTuple):
+    """A plain output head beside a decoder.
+
+    Attributes:
+        model: that the head and the decoder are parts of.
+        path: of the head there.
+    """
+
+    model: transformers.PreTrainedModel
+    path: str
+
+
+class _Mark:
+    """What a model holds whose head is sharded with a decoder in it; its copies get one, too."""
+
+    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
+        self._model, self._decoder = model, decoder
+        _around[decoder] = ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
+        return _Mark(copy.deepcopy(self._model, memo), copy.deepcopy(self._decoder, memo))
+
+
+def plain_head_beside(decoder: nn.Module, embedding: str) -> PlainHead | None:
+    """Return the head that is sharded when a decoder becomes parallel, if there is one.
+
+    It is that of a class of transformers which holds the decoder, with a row for each id. One with
+    hooks, of another size, or whose weight is used elsewhere too stays whole on every rank.
+
+    Args:
+        decoder: not parallel yet.
+        embedding: its path.
+    """
+    rows = decoder.get_submodule(embedding).weight
+    found: dict[nn.Module, PlainHead] = {}
+    for model in Holders().around(decoder):
+        is_one = isinstance(model, transformers.PreTrainedModel)
+        if not is_one or not type(model).__module__.startswith("transformers."):
+            continue
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear or len(head.weight) != len(rows) or not _is_bare(head):
+            continue
+        names = dict(model.named_parameters(remove_duplicate=False))
+        if sum(each is head.weight for each in names.values()) > 1:
+            continue
+        path = next(path for path, each in model.named_modules() if each is head)
+        if head not in found or len(path) < len(found[head].path):  # of the inner one of two models
+            found[head] = PlainHead(model, path)
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _is_bare(head: nn.Linear) -> bool:
+    """Return whether a layer has nothing that its shards would lack."""
+    hooked = any(any(gradient_hooks(each)) for each in head.parameters())
+    return not (hooked or does_more(head) or is_parametrized(head))
+
+
+def check_equal_heads(head: PlainHead | None, plan: Plan) -> None:
+    """Raise unless all ranks are to shard the same head, or none; every rank calls it."""
+    own = {} if head is None else dict(head.model.get_submodule(head.path).named_parameters())
+    values = {
+        f"{head.path}.{name}": "meta" if each.is_meta else content_digest(each)
+        for name, each in own.items()
+    }
+    advice = "load the same weights, or seed equally, on every rank"
+    require_equal(plan.mesh.control, "parallelize", values, advice=advice)
+
+
+def shard_head(head: PlainHead, decoder: nn.Module, plan: Plan) -> None:
+    """Let each rank hold its rows of a head, as those of the embedding of its decoder."""
+    (model, path), partials = head, own_state(decoder).partials
+    plain, mesh = model.get_submodule(path), plan.mesh
+    layouts = {
+        name: replace(layout, name=f"{path}.{name}")
+        for name, layout in row_layouts(plain, mesh.tp, plan.options.vocab_multiple_of).items()
+    }
+    own = {name: shard_of(getattr(plain, name), each, mesh.rank) for name, each in layouts.items()}
+    parallel = VocabParallelHead(own["weight"], own.get("bias"), layouts, mesh.tp, partials)
+    model.set_submodule(path, parallel.train(plain.training))
+    watch_replaced(plain)
+    setattr(model, _NAME, _Mark(model, decoder))
+
+
+def with_head(model: nn.Module) -> nn.Module:
+    """Return the model around a parallel one that holds the head sharded with it, or itself."""
+    reference = _around.get(model)
+    around = None if reference is None else reference()
+    return model if around is None else around
+
+
+def shards_beside(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
+    """Yield the parameters beside a parallel model that the head sharded with it has, as shards.
+
+    So are those of an adapter on that head, and of a copy of it that an adapter trains.
+
+    Yields:
+        The name in the model that holds the head, this rank's shard, and the layout.
+    """
+    if (around := with_head(model)) is model:
+        return
+    inside = {id(parameter) for parameter in model.parameters()}
+    for name, parameter, layout in named_shards(around):
+        if id(parameter) not in inside and not layout.is_replicated:
+            yield name, parameter, layout
