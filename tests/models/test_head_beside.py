@@ -1,0 +1,249 @@
+"""The output head around a parallel decoder, as of a model of images, sharded with it."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft.utils import set_peft_model_state_dict
+from ranks import pool
+from reference import batch, difference
+from reference_images import decoder_of, image_batch, losses_of, parallel_pair, tiny_model
+from reference_mixtral import Layout
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import parallel_ext as px
+from parallel_ext.nn import VocabParallelHead
+
+LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
+OF_TEXT = r".*language_model.*\.(q_proj|down_proj)"
+LARGEST = 1e-7  # transformers' losses go by fp32
+
+
+def _largest(full: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert full.keys() == expected.keys()
+    return max((full[name] - each).abs().max().item() for name, each in expected.items())
+
+
+def _held() -> tuple[tuple[int, ...], int, int]:
+    """The shape of this rank's head, and how many parameters the model says to have."""
+    reference, ours = parallel_pair("llava", LAYOUTS[0].mesh())
+    return tuple(ours.lm_head.weight.shape), ours.num_parameters(), reference.num_parameters()
+
+
+def test_each_rank_holds_its_rows() -> None:
+    shapes, counted, expected = zip(*pool(2).run(_held), strict=True)
+    assert shapes == ((51, 64), (50, 64))
+    assert counted == expected
+
+
+def _hook(model: nn.Module) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _gradient_hook(model: nn.Module) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def _used_twice(model: nn.Module) -> None:
+    model.second_head = nn.Linear(64, 101, bias=False)
+    model.second_head.weight = model.lm_head.weight
+
+
+def _other_size(model: nn.Module) -> None:
+    model.lm_head = nn.Linear(64, 1, bias=False).double()
+
+
+WHOLE = {each.__name__: each for each in (_hook, _gradient_hook, _used_twice, _other_size)}
+
+
+def _kept(name: str) -> type:
+    model = tiny_model("llava")
+    WHOLE[name](model)
+    px.parallelize(decoder_of(model), LAYOUTS[0].mesh())
+    return type(model.lm_head)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_head_with_more_than_rows_of_its_own_stays_whole(name: str) -> None:
+    assert pool(2).run(_kept, name) == [nn.Linear] * 2
+
+
+def _of_other_values() -> None:
+    mesh = LAYOUTS[0].mesh()
+    model = tiny_model("llava")
+    model.lm_head.weight.data += mesh.rank
+    px.parallelize(decoder_of(model), mesh)
+
+
+def test_ranks_with_other_values_of_a_head_raise() -> None:
+    pool(2).assert_raises(_of_other_values, words="lm_head.weight must be equal on all ranks")
+
+
+def _around_a_causal_decoder(layout: Layout) -> float:
+    """As of a script that makes the decoder of a causal model parallel, and trains all of it."""
+    mesh = layout.mesh()
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    reference = LlamaForCausalLM(config).double()
+    reference.lm_head = nn.Linear(config.hidden_size, config.vocab_size).double()  # with a bias
+    ours = copy.deepcopy(reference)
+    px.parallelize(ours.model, mesh)
+    px.data_parallel(ours, mesh)
+    assert type(ours.lm_head) is VocabParallelHead
+    rows = batch(config.vocab_size, rows=2 * mesh.dp_size)
+    rows["labels"] = rows["input_ids"]  # as many on each dp rank
+    own = {name: each[2 * mesh.dp_rank :][:2] for name, each in rows.items()}
+    for model, given in ((reference, rows), (ours, own)):
+        model(**given).loss.backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return _largest(px.full_state_dict(ours, writer_only=False), reference.state_dict())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_it_trains_with_a_bias_as_in_one_process(layout: Layout) -> None:
+    assert max(pool(layout.world).run(_around_a_causal_decoder, layout)) <= LARGEST
+
+
+ADAPTERS = {
+    "on the head": {"target_modules": rf"{OF_TEXT}|lm_head"},
+    "a copy of the head": {"target_modules": OF_TEXT, "modules_to_save": ["lm_head"]},
+}
+
+
+def _adapted(folder: str, layout: Layout, name: str) -> tuple[float, float, float]:
+    """The largest differences of losses, of an adapter's files, and of the merged model."""
+    mesh = layout.mesh()
+    reference, ours = tiny_model("llava"), tiny_model("llava")
+    px.parallelize(decoder_of(ours), mesh)
+    options = {"r": 3, "lora_alpha": 7, "init_lora_weights": False, **ADAPTERS[name]}
+    torch.manual_seed(7)
+    ours = peft.get_peft_model(ours, px.LoraConfig(**options))
+    px.data_parallel(ours, mesh)
+    ours.save_pretrained(f"{folder}/first")
+    mesh.control.barrier("saved")
+    reference = peft.get_peft_model(reference, peft.LoraConfig(**options))
+    set_peft_model_state_dict(reference, load_file(f"{folder}/first/adapter_model.safetensors"))
+    models = reference, ours
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for model in models
+    ]
+    of_losses = 0.0
+    for step in range(2):
+        losses = losses_of("llava", models, mesh, step)
+        mean = losses[1].detach().clone()
+        torch.distributed.all_reduce(mean)
+        of_losses = max(of_losses, difference(mean / mesh.world_size, losses[0]))
+        for loss, model, optimizer in zip(losses, models, optimizers, strict=True):
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.save_pretrained(f"{folder}/last")
+    if mesh.rank == 0:
+        reference.save_pretrained(f"{folder}/expected")
+    mesh.control.barrier("saved")
+    files = [load_file(f"{folder}/{n}/adapter_model.safetensors") for n in ("last", "expected")]
+    merged = [model.merge_and_unload() for model in models]
+    full = px.full_state_dict(merged[1], writer_only=False)
+    return of_losses, _largest(*files), _largest(full, merged[0].state_dict())
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_adapters_of_it_are_those_of_peft(layout: Layout, name: str, tmp_path: Path) -> None:
+    for differences in pool(layout.world).run(_adapted, str(tmp_path), layout, name):
+        assert max(differences) <= LARGEST
+
+
+def _copied(layout: Layout) -> tuple[float, float]:
+    """How a copy differs after a step of its own, and what it is a copy of, which has none."""
+    mesh = layout.mesh()
+    reference, ours = tiny_model("llava"), tiny_model("llava")
+    px.parallelize(decoder_of(ours), mesh)
+    before = {name: each.clone() for name, each in reference.state_dict().items()}
+    again = copy.deepcopy(ours)
+    px.data_parallel(again, mesh)
+    for loss, model in zip(
+        losses_of("llava", (reference, again), mesh, 0), (reference, again), strict=True
+    ):
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full = [px.full_state_dict(each, writer_only=False) for each in (again, ours)]
+    return _largest(full[0], reference.state_dict()), _largest(full[1], before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_copy_has_a_head_of_its_own(layout: Layout) -> None:
+    for of_copy, of_first in pool(layout.world).run(_copied, layout):
+        assert of_copy <= LARGEST
+        assert of_first == 0.0
+
+
+def _resumed(layout: Layout) -> float:
+    """Train a step, take the optimizer's state and the model's over into others, train again."""
+    mesh = layout.mesh()
+    models = reference, ours = parallel_pair("llava", mesh)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = [make(model.parameters()) for model in models]
+
+    def step(number: int) -> None:
+        losses = losses_of("llava", models, mesh, number)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(0)
+    saved = optimizers[1].state_dict()
+    weights = px.full_state_dict(ours, writer_only=False)
+    again = tiny_model("llava")
+    again.load_state_dict(weights)
+    px.parallelize(decoder_of(again), mesh)
+    px.data_parallel(again, mesh)
+    models, optimizers[1] = (reference, again), make(again.parameters())
+    optimizers[1].load_state_dict(saved)
+    step(1)
+    return _largest(px.full_state_dict(again, writer_only=False), reference.state_dict())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_state_of_an_optimizer_goes_on(layout: Layout) -> None:
+    assert max(pool(layout.world).run(_resumed, layout)) <= LARGEST
+
+
+def _tied_since() -> tuple[str, float]:
+    mesh = LAYOUTS[0].mesh()
+    reference, ours = tiny_model("llava"), tiny_model("llava")
+    px.parallelize(decoder_of(ours), mesh)
+    for model in (reference, ours):
+        for config in (model.config, model.config.text_config):
+            config.tie_word_embeddings = True
+        model.tie_weights()
+        model(**image_batch(2)).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full = px.full_state_dict(ours, writer_only=False)
+    return type(ours.lm_head).__name__, _largest(full, reference.state_dict())
+
+
+def test_it_can_be_tied_later() -> None:
+    for name, error in pool(2).run(_tied_since):
+        assert name == "TiedHead"
+        assert error <= LARGEST
