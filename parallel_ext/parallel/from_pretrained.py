@@ -29,7 +29,6 @@ from parallel_ext.parallel.beside import (
     layout_around,
     parallel_parts,
     parameters_beside,
-    tell_labels,
     tensors_beside,
     tied_beside,
     whole_beside,
@@ -39,7 +38,7 @@ from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import ParallelState, state_of
-from parallel_ext.parallel.validate import is_decoder
+from parallel_ext.parallel.validate import decoder_in
 from parallel_ext.sharding._torch_private import without_wrappers
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout
@@ -154,9 +153,7 @@ def from_pretrained(
         _check_equal(model, dtype, mesh, op_name)
         inner = mesh.control.run_on_all(op_name, lambda: _decoder_in(model))
         names = {} if inner is model else names_in_model(model, directory.shapes)
-        parallelize(inner, mesh, **options)
-        tell_labels(model)
-
+        parallelize(model, mesh, **options)
         spec, inside = state_of(model).spec, state_of(model).layout
         directory.rename(lambda name: names.get(name) or spec.from_image_files(name))
         # As transformers saves it with save_original_format=False, experts are whole in the files.
@@ -186,9 +183,7 @@ def _decoder_in(model: transformers.PreTrainedModel) -> transformers.PreTrainedM
     """Return what becomes parallel: a model of text, or the decoder in one of images."""
     if model.config.get_text_config() is model.config:
         return model
-    models = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
-    decoder = next((each for each in models if is_decoder(each)), None)
-    if decoder is None:
+    if (decoder := decoder_in(model)) is None:
         text = model.config.get_text_config().model_type
         alone = (
             "; config=transformers.AutoConfig.from_pretrained(source).text_config reads that alone"

@@ -18,6 +18,7 @@ from parallel_ext.models._transformers_private import (
 )
 from parallel_ext.nn.hook_numbers import numbered_by_module
 from parallel_ext.parallel import methods
+from parallel_ext.parallel.beside import tell_labels
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.entering import enter_and_leave
 from parallel_ext.parallel.extending import run_extensions
@@ -39,6 +40,7 @@ from parallel_ext.parallel.validate import (
     check_servable,
     check_unsharded,
     check_unwrapped,
+    decoder_in,
     dropouts_of,
     spec_for,
 )
@@ -69,9 +71,10 @@ def parallelize(
 
     Args:
         model: a model whose ``config.model_type`` has a spec, one of the package's or
-            one that :func:`parallel_ext.register` was given, with equal weights on all ranks. Its
-            modules are replaced, so optimizers are built afterwards; a plain model that shares its
-            parameters raises from then on.
+            one that :func:`parallel_ext.register` was given, with equal weights on all ranks. Of a
+            model of images, as LLaVA, the decoder of text and the output head are sharded; all else
+            stays whole on every rank. Modules are replaced, so optimizers are built afterwards; a
+            plain model that shares the parameters raises from then on.
         mesh: from :func:`parallel_ext.init_mesh`; the one made last when None.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
@@ -105,6 +108,7 @@ def parallelize(
     mesh = given_or_last("parallelize", mesh)
     mesh.control.barrier("parallelize")
     run_extensions()
+    given, model = model, decoder_in(model) or model
 
     options = Options(
         vocab_multiple_of,
@@ -156,7 +160,10 @@ def parallelize(
     if hooked:
         model.enable_input_require_grads()
     _warn_of_uneven_vocabulary(plan)
-    return model
+    if given is not model:
+        tell_labels(given)
+        _move(given, mesh)
+    return given
 
 
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
@@ -193,6 +200,11 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         enter_and_leave(model, plan)
     if plan.sequence_parallel:
         keep_own_tokens(model, plan, state.partials)
+    _move(model, mesh)
+
+
+def _move(model: nn.Module, mesh: Mesh) -> None:
+    """Move a model to this rank's GPU, if it has one and the model is not on meta."""
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)
 

@@ -93,6 +93,18 @@ def is_decoder(model: nn.Module) -> bool:
     return isinstance(model, cls)
 
 
+def decoder_in(model: nn.Module) -> transformers.PreTrainedModel | None:
+    """Return the decoder of text in a model of images or the like; None of one without, or others.
+
+    It is what becomes parallel of such a model.
+    """
+    kind = transformers.PreTrainedModel
+    if not isinstance(model, kind) or model.config.get_text_config() is model.config:
+        return None
+    models = (each for each in model.modules() if isinstance(each, kind))
+    return next((each for each in models if is_decoder(each)), None)
+
+
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
     """Raise unless the modules to replace are plain, with nothing that would be lost."""
     names = dict(model.named_parameters())

@@ -184,9 +184,8 @@ def parallel_pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
     """The model of one process, and the same with a parallel decoder."""
     reference = tiny_model(kind)
     ours = copy.deepcopy(reference)
-    decoder = decoder_of(ours)
-    assert type(decoder).__name__ == DECODERS[kind]
-    px.parallelize(decoder, mesh)
+    assert type(decoder_of(ours)).__name__ == DECODERS[kind]
+    assert px.parallelize(ours, mesh) is ours
     px.data_parallel(ours, mesh, **options)
     return reference, ours
 
