@@ -26,6 +26,7 @@ from parallel_ext.parallel.state import (
     parallel_models,
     state_of,
 )
+from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.training.data_parallel import average_beside, data_parallel
 
 _holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves others join
@@ -68,12 +69,22 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
     for model in models:
         train_together(model)
     if beside := [each for each in tensors if id(each) not in owners]:
-        _train_beside(beside, models or parallel_models(), name)
+        _train_beside(beside, models or _held_with(beside) or parallel_models(), name)
     of_models = {  # data_parallel has replaced some
         (owned.model, owned.name): owned.parameter for model in models for owned in owned_by(model)
     }
     now = {key: of_models[owned.model, owned.name] for key, owned in owners.items()}
     return [_exchanged(each, now) for each in params]
+
+
+def _held_with(parameters: list[torch.Tensor]) -> list[nn.Module]:
+    """Return the parallel models that are in one module with some of these parameters."""
+    holders, wanted = Holders(), {id(each) for each in parameters}
+    return [
+        model
+        for model in parallel_models()
+        if any(holds_any(holder, wanted) for holder in holders.around(model))
+    ]
 
 
 def _train_beside(parameters: list[torch.Tensor], models: list[nn.Module], name: str) -> None:

@@ -34,7 +34,7 @@ from parallel_ext.ops.group import Range
 from parallel_ext.sharding._torch_private import has_global_hook, is_compiled, output_hooks
 
 if TYPE_CHECKING:
-    from parallel_ext.nn.vocab import VocabParallelHead
+    from parallel_ext.nn.vocab import TiedHead, VocabParallelHead
 
 _NO_LOGITS = (
     "training with labels makes no logits: output head and loss are one op. Evaluate in eval mode, "
@@ -80,7 +80,8 @@ class LossCall:
         self.fused, self.why_not, self.shared = fused, why_not, shared
         self.takes_own_tokens = fused and takes_own_tokens
         self._changes = changes or {}
-        self._head: VocabParallelHead | None = None
+        self._head: VocabParallelHead | TiedHead | None = None
+        self._weights: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._hidden: torch.Tensor | None = None
         self._adapter: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -91,7 +92,7 @@ class LossCall:
 
     def hand_over(
         self,
-        head: VocabParallelHead,
+        head: VocabParallelHead | TiedHead,
         hidden: torch.Tensor,
         adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
@@ -103,6 +104,7 @@ class LossCall:
             adapter: [..., R] and this rank's rows [.., R], whose product is added to the logits.
         """
         self._head, self._hidden, self._adapter = head, hidden, adapter
+        self._weights = head.weight, head.bias  # in ZeRO there for the head's forward alone
         return hidden
 
     def loss(
@@ -123,7 +125,7 @@ class LossCall:
         if self.seen_by is not None:  # all are on every rank
             vocab_range, options["tp"] = (0, vocab_size), ops.ALONE
         if self._head is not None:
-            head = self._head.weight, self._head.bias
+            head = self._weights
             options |= {"blocks": self._head.blocks, "adapter": self._adapter}
             options["tokens"] = self.tokens
             if self._changes:  # the class has changed the hidden states that it took for logits

@@ -374,6 +374,9 @@ class TiedHead(nn.Module):
         weight: [R, H], that of the embedding: the rows of this rank.
     """
 
+    blocks: ops.Blocks | None = None  # under px.Invariant there is no such head
+    makes_logits = True  # which wrappers that change nothing hand on, as who_sees_logits asks
+
     def __init__(self, embedding: VocabParallelEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
         vars(self)["tied_to"] = embedding  # no part of this module
@@ -389,6 +392,9 @@ class TiedHead(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        call = current_loss_call()
+        if call is not None and call.fused and self.bias is None:
+            return call.hand_over(self, input)
         embedding = self.tied_to
         own = _own_logits(input, self.weight, None, embedding.group)
         logits = ops.gather_from_region(own, embedding.sizes, embedding.group)

@@ -20,6 +20,7 @@ from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.derived_class import LossInside
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.loss_call import (
+    OF_HUGGINGFACE,
     is_own,
     loss_call,
     undeclared,
@@ -37,8 +38,6 @@ from parallel_ext.parallel.watch_forward import (
     refuse_training_apart,
 )
 from parallel_ext.sharding._torch_private import disable_compiler
-
-_OF_HUGGINGFACE = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def _sorted_arguments(
     Options of the loss are kept from the class, whose attention may know one by their name. A class
     of the user's own gets those of HuggingFace, and what it declares itself.
     """
-    known = _OF_HUGGINGFACE + undeclared(model, LOSS_OPTIONS)
+    known = OF_HUGGINGFACE + undeclared(model, LOSS_OPTIONS)
     options = {name: kwargs.pop(name) for name in known if name in kwargs}
     if state.counts_share and options.get("num_items_in_batch") is not None:
         options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
@@ -162,7 +161,7 @@ def _sorted_arguments(
         inputs.pop("labels", None)  # of the class around a decoder, as Gemma 4's passes them on
     arguments = inputs | options | {"balance_mask": balance_mask}
     if is_own(model):
-        inputs |= {name: options.pop(name) for name in _OF_HUGGINGFACE if name in options}
+        inputs |= {name: options.pop(name) for name in OF_HUGGINGFACE if name in options}
     else:
         inputs.pop("return_dict", None)
         if state.spec.head is not None:
@@ -181,7 +180,7 @@ def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
 
         @disable_compiler
         def compute(logits: torch.Tensor, labels: torch.Tensor, **given: Any) -> torch.Tensor:
-            options = {n: v for n, v in given.items() if n in (*_OF_HUGGINGFACE, *LOSS_OPTIONS)}
+            options = {n: v for n, v in given.items() if n in (*OF_HUGGINGFACE, *LOSS_OPTIONS)}
             return _loss(model, state, begun.call, logits, labels, options | begun.options)
 
         loss = LossInside(compute)

@@ -52,24 +52,32 @@ class _Mark:
         return _Mark(copy.deepcopy(self._model, memo), copy.deepcopy(self._decoder, memo))
 
 
-def plain_head_beside(decoder: nn.Module, embedding: str) -> PlainHead | None:
-    """Return the head that is sharded when a decoder becomes parallel, if there is one.
+def models_around(decoder: nn.Module) -> list[transformers.PreTrainedModel]:
+    """Return the models of transformers' own classes that hold a decoder, and run as they are."""
+    return [
+        each
+        for each in Holders().around(decoder)
+        if isinstance(each, transformers.PreTrainedModel)
+        and type(each).__module__.startswith("transformers.")
+        and type(each).forward.__module__.startswith("transformers.")
+        and "forward" not in vars(each)
+    ]
 
-    It is that of a class of transformers which holds the decoder, with a row for each id. One with
-    hooks, of another size, or whose weight is used elsewhere too stays whole on every rank.
+
+def plain_head_of(models: list[transformers.PreTrainedModel], vocab_size: int) -> PlainHead | None:
+    """Return the head that is sharded when the decoder in some models becomes parallel, or None.
+
+    One with hooks, without a row for each id, or whose weight is used elsewhere too, as that of an
+    embedding, stays whole on every rank.
 
     Args:
-        decoder: not parallel yet.
-        embedding: its path.
+        models: of :func:`models_around`.
+        vocab_size: the rows of the decoder's embedding.
     """
-    rows = decoder.get_submodule(embedding).weight
     found: dict[nn.Module, PlainHead] = {}
-    for model in Holders().around(decoder):
-        is_one = isinstance(model, transformers.PreTrainedModel)
-        if not is_one or not type(model).__module__.startswith("transformers."):
-            continue
+    for model in models:
         head = model.get_output_embeddings()
-        if type(head) is not nn.Linear or len(head.weight) != len(rows) or not _is_bare(head):
+        if type(head) is not nn.Linear or len(head.weight) != vocab_size or not _is_bare(head):
             continue
         names = dict(model.named_parameters(remove_duplicate=False))
         if sum(each is head.weight for each in names.values()) > 1:

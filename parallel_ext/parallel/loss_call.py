@@ -14,6 +14,9 @@ from parallel_ext.parallel.derived_class import is_derived
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding._torch_private import input_hooks
 
+OF_HUGGINGFACE = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""Options of transformers' own loss of a causal model, which a call of the model takes."""
+
 
 def wants_logits(model: nn.Module, state: ParallelState) -> bool:
     """Return whether a forward with labels is to return logits as well."""

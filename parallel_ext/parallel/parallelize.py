@@ -23,7 +23,13 @@ from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.entering import enter_and_leave
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
-from parallel_ext.parallel.head_beside import check_equal_heads, plain_head_beside, shard_head
+from parallel_ext.parallel.forward_around import fuse_loss
+from parallel_ext.parallel.head_beside import (
+    check_equal_heads,
+    models_around,
+    plain_head_of,
+    shard_head,
+)
 from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.invariant import BlockReplacer, check_invariant
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of, with_groups
@@ -148,7 +154,8 @@ def parallelize(
     plan = with_groups(plan, model)
     has_own_head = plan.spec.head is not None or invariant is not None
     tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
-    beside = None if has_own_head else plain_head_beside(model, plan.spec.embedding)
+    around = [] if has_own_head else models_around(model)
+    beside = plain_head_of(around, plan.vocab_ranges[-1][1])
     if not has_own_head:
         check_equal_heads(beside, plan)
     # What checkpointing has hung on the embedding; the new one gets it afterwards.
@@ -157,6 +164,8 @@ def parallelize(
     tie_again(tied, model, plan.spec.embedding)
     if beside is not None:
         shard_head(beside, model, plan)
+    for each in around:
+        fuse_loss(each)
     if hooked:
         model.enable_input_require_grads()
     _warn_of_uneven_vocabulary(plan)

@@ -337,3 +337,31 @@ def test_lora_on_its_decoder(tmp_path: Path) -> None:
     files = [load_file(tmp_path / f"{n}/adapter_model.safetensors") for n in (2, 4)]
     torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
     assert any("multi_modal_projector" in name for name in files[0])
+
+
+def _of_two(directory: str, tp: int | None) -> list[torch.Tensor]:
+    """The projector of the second of two frozen models, after a step that accelerate prepares."""
+    with processes():
+        mesh = None if tp is None else px.patch(tp=tp)
+        try:
+            models = [_model(directory, "frozen llava").train() for _ in range(2)]
+            of_projectors = [each.model.multi_modal_projector.parameters() for each in models]
+            first, second = (torch.optim.SGD(each, lr=0.1) for each in of_projectors)
+            assert all(is_parallel(each) == (tp is not None) for each in models)
+            model, optimizer = accelerate.Accelerator(cpu=True).prepare(models[1], second)
+            rows = slice(None) if mesh is None else slice(mesh.dp_rank, None, mesh.dp_size)
+            batch = {name: each[rows] for name, each in image_batch(4).items()}
+            batch["pixel_values"] = batch["pixel_values"].float()
+            model(**batch).loss.backward()
+            optimizer.step()
+            first.step()
+            return [each.detach() for each in model.model.multi_modal_projector.parameters()]
+        finally:
+            px.unpatch()
+
+
+def test_a_projector_is_trained_with_the_model_that_holds_it(tmp_path: Path) -> None:
+    tiny_model("llava").float().save_pretrained(tmp_path)
+    (expected,) = pool(1).run(_of_two, str(tmp_path), None)
+    for found in pool(2).run(_of_two, str(tmp_path), 1):
+        torch.testing.assert_close(found, expected)

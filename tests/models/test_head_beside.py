@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from peft.utils import set_peft_model_state_dict
 from ranks import pool
-from reference import batch, difference
+from reference import batch, difference, refusal
 from reference_images import decoder_of, image_batch, losses_of, parallel_pair, tiny_model
 from reference_mixtral import Layout
 from safetensors.torch import load_file
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import parallel_ext as px
 from parallel_ext.nn import VocabParallelHead
+from parallel_ext.parallel.state import state_of
 
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
 OF_TEXT = r".*language_model.*\.(q_proj|down_proj)"
@@ -249,3 +251,100 @@ def test_it_can_be_tied_later() -> None:
     for name, error in pool(2).run(_tied_since):
         assert name == "TiedHead"
         assert error <= LARGEST
+
+
+OF_LOGITS = {
+    "asked for": ({"training_logits": True}, lambda model: None),
+    "not fused": ({"fused_loss": False}, lambda model: None),
+    "with a hook": ({}, lambda model: model.lm_head.register_forward_hook(lambda *_: None)),
+    "with a loss of its own": ({}, lambda model: setattr(model, "loss_function", _loss)),
+}
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _call(model: nn.Module, **options: Any) -> Any:
+    return model(**image_batch(2), **options)
+
+
+def _with_logits(name: str) -> tuple[float, float, str]:
+    """How loss and logits differ where logits are made, and what refuses to do without."""
+    options, change = OF_LOGITS[name]
+    mesh, outputs = LAYOUTS[0].mesh(), []
+    for is_parallel in (False, True):
+        model = tiny_model("llava")
+        if is_parallel:
+            px.parallelize(model, mesh, **options)
+        change(model)
+        outputs.append(_call(model))
+    state_of(model).fused_loss = True
+    differences = [difference(getattr(outputs[1], n), outputs[0][n]) for n in ("loss", "logits")]
+    return *differences, refusal(lambda: _call(model)) if "with" in name else ""
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_logits_are_made_where_something_needs_them(name: str) -> None:
+    for of_loss, of_logits, refused in pool(2).run(_with_logits, name):
+        assert max(of_loss, of_logits) <= 1e-6
+        assert ("fused_loss=True, but " in refused) == ("with" in name)
+
+
+def _calls() -> list[float]:
+    """How losses of calls differ, none of which makes logits in training, but some of them do."""
+    mesh = LAYOUTS[0].mesh()
+    models = tiny_model("llava"), px.parallelize(tiny_model("llava"), mesh)
+    shifted = nn.functional.pad(image_batch(2)["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    found = []
+    for options in ({}, {"num_items_in_batch": 7}, {"shift_labels": shifted}):
+        outputs = [_call(model, **options) for model in models]
+        assert "logits" in outputs[0]
+        assert "logits" not in outputs[1]
+        assert not outputs[1].logits
+        found.append(difference(outputs[1].loss, outputs[0].loss))
+    plain, ours = (_call(model, return_dict=False) for model in models)  # with logits
+    found += [difference(*pair) for pair in zip(ours[:2], plain[:2], strict=True)]
+    plain, ours = (_call(model.eval()) for model in models)
+    return [*found, difference(ours.loss, plain.loss), difference(ours.logits, plain.logits)]
+
+
+def test_a_loss_is_that_of_the_class_without_logits() -> None:
+    for differences in pool(2).run(_calls):
+        assert max(differences) <= 1e-6
+
+
+def _changed_logits() -> tuple[float, bool]:
+    mesh, outputs = LAYOUTS[0].mesh(), []
+    for is_parallel in (False, True):
+        model = tiny_model("gemma4")
+        model.config.get_text_config().final_logit_softcapping = 0.5
+        if is_parallel:
+            px.parallelize(model, mesh)
+        outputs.append(model(**image_batch(2, "gemma4")))
+    return difference(outputs[1].loss, outputs[0].loss), "logits" in outputs[1]
+
+
+def test_a_class_that_changes_logits_gets_them() -> None:
+    for of_loss, has_logits in pool(2).run(_changed_logits):
+        assert of_loss <= 1e-6
+        assert has_logits
+
+
+def _patched_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return None
+
+
+def _kept_of_a_patched_class() -> type:
+    """Of a class whose forward a kernel library has replaced, which may read the head's weight."""
+    model, plain = tiny_model("llava"), type(tiny_model("llava")).forward
+    try:
+        type(model).forward = _patched_forward
+        px.parallelize(model, LAYOUTS[0].mesh())
+    finally:
+        type(model).forward = plain
+    return type(model.lm_head)
+
+
+def test_a_head_that_a_replaced_forward_may_read_stays_whole() -> None:
+    assert pool(2).run(_kept_of_a_patched_class) == [nn.Linear] * 2
