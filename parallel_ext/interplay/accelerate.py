@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -186,7 +187,10 @@ def _find_mesh(accelerator: Accelerator) -> None:
     own = accelerator in _meshes or accelerator._models
     if own or accelerator.torch_device_mesh is not None or _is_called_by_another_trainer():
         return
-    meshes = list(dict.fromkeys(state_of(model).mesh for model in parallel_models()))
+    meshes = dict.fromkeys(state_of(model).mesh for model in parallel_models())
+    if len(meshes) > 1:
+        gc.collect()  # models that nobody holds any more
+        meshes = dict.fromkeys(state_of(model).mesh for model in parallel_models())
     if len({(mesh.dp_size, mesh.tp_size) for mesh in meshes}) > 1:
         raise ValueError(
             "Accelerator.prepare: there are parallel models of several meshes; prepare the one "
