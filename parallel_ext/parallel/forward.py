@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,13 +178,7 @@ def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
     if begun.call is None:
         output = type(model).forward(model, **begun.inputs)
     else:
-
-        @disable_compiler
-        def compute(logits: torch.Tensor, labels: torch.Tensor, **given: Any) -> torch.Tensor:
-            options = {n: v for n, v in given.items() if n in (*OF_HUGGINGFACE, *LOSS_OPTIONS)}
-            return _loss(model, state, begun.call, logits, labels, options | begun.options)
-
-        loss = LossInside(compute)
+        loss = LossInside(partial(_loss_inside, model, state, begun))
         with loss.inside(model):
             output = type(model).forward(model, **begun.inputs)
         if state.mesh.dp_size > 1 and not loss.was_asked:
@@ -195,6 +190,20 @@ def _run_own(model: nn.Module, state: ParallelState, begun: _Begun) -> Any:
     if begun.apart:
         refuse_backward_apart(state, output)
     return output
+
+
+@disable_compiler
+def _loss_inside(
+    model: nn.Module,
+    state: ParallelState,
+    begun: _Begun,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    **given: Any,
+) -> torch.Tensor:
+    """Return what ``loss_function`` is to return inside of the forward of a derived class."""
+    options = {n: v for n, v in given.items() if n in (*OF_HUGGINGFACE, *LOSS_OPTIONS)}
+    return _loss(model, state, begun.call, logits, labels, options | begun.options)
 
 
 def _as_tuple(output: Any) -> tuple[Any, ...]:

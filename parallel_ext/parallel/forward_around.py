@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,20 +39,22 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = _loss_call(model, arguments_of(model, "forward", args, kwargs))
     if call is None:
         return type(model).forward(model, *args, **kwargs)
-
-    @disable_compiler
-    def compute(logits: torch.Tensor, labels: torch.Tensor, **given: Any) -> torch.Tensor:
-        state, options = state_of(model), {n: v for n, v in given.items() if n in OF_HUGGINGFACE}
-        vocabulary = sum(state.vocab_sizes), state.vocab_range
-        return call.loss(logits, labels, *vocabulary, state.mesh, sums_over_dp=True, **options)
-
-    with running(call), LossInside(compute).inside(model):
+    with running(call), LossInside(partial(_loss, model, call)).inside(model):
         output = type(model).forward(model, *args, **kwargs)
     fields = dict(output.items())
     del fields["logits"]
     trained = type(output)(**fields)
     object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
+
+
+@disable_compiler
+def _loss(
+    model: nn.Module, call: LossCall, logits: torch.Tensor, labels: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    state, options = state_of(model), {n: v for n, v in given.items() if n in OF_HUGGINGFACE}
+    vocabulary = sum(state.vocab_sizes), state.vocab_range
+    return call.loss(logits, labels, *vocabulary, state.mesh, sums_over_dp=True, **options)
 
 
 @disable_compiler

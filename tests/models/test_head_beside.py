@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import parallel_ext as px
 from parallel_ext.nn import VocabParallelHead
+from parallel_ext.nn.fused_loss import LossCall
 from parallel_ext.parallel.state import state_of
 
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
@@ -312,6 +314,22 @@ def _calls() -> list[float]:
 def test_a_loss_is_that_of_the_class_without_logits() -> None:
     for differences in pool(2).run(_calls):
         assert max(differences) <= 1e-6
+
+
+def _calls_kept() -> int:
+    """How many calls are kept after a step, with their hidden states, until garbage is collected."""
+    model = px.parallelize(tiny_model("llava"), LAYOUTS[0].mesh())
+    gc.collect()
+    gc.disable()
+    try:
+        _call(model).loss.backward()
+        return sum(type(each) is LossCall for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_a_step_keeps_nothing() -> None:
+    assert pool(2).run(_calls_kept) == [0, 0]
 
 
 def _changed_logits() -> tuple[float, bool]:
