@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -84,11 +84,13 @@ def _generate(
         arrive(f"{type(model).__name__}.generate")
     arguments = arguments_of(model, "generate", args, kwargs)
     arguments["model.generation_config"] = model.generation_config
+    configs = (arguments.get("generation_config"), model.generation_config)
+    if _one_row(arguments, configs):
+        arguments.pop("streamer", None)  # which any of the ranks may have
     if own_state(model) is None and "input_ids" in arguments:  # whose ids of images may be others
         arguments["ids of the model around it"] = arguments.pop("input_ids")
     if state.agreement is not None:
         state.agreement.check(f"{type(model).__name__}.generate", arguments, "")
-    configs = (arguments.get("generation_config"), model.generation_config)
     asked = arguments.get("max_time") is not None
     if asked or any(getattr(config, "max_time", None) for config in configs):
         raise NotImplementedError(
@@ -100,6 +102,19 @@ def _generate(
         of_gpu = _random_numbers_of_first_rank(mesh, torch.cuda)
     with _random_numbers_of_first_rank(mesh, torch), of_gpu:
         return plain(model, *args, **kwargs)
+
+
+def _one_row(arguments: Mapping[str, Any], configs: Iterable[Any]) -> bool:
+    """Return whether ``generate`` makes one row, so that no streamer of HuggingFace's refuses it.
+
+    A rank that streams would raise alone: at beams, or once a streamer is given two rows.
+    """
+    for name in ("num_beams", "num_return_sequences"):
+        asked = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        if any(number is not None and number > 1 for number in asked):
+            return False
+    prompts = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    return all(len(each) == 1 for each in prompts if isinstance(each, torch.Tensor))
 
 
 def prepare_inputs_for_generation(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import pool
-from reference import Tiny, batch, mesh_of, parallel
+from reference import Tiny, batch, mesh_of, parallel, refusal
 from reference_cogagent import batch_of, picture, text, tiny_model
 from reference_lora import adapted
 from reference_mixtral import Layout, TinyMixtral, TinyQwen3Moe
@@ -322,19 +322,42 @@ class _Kept:
         self.ended = True
 
 
-def _streamed() -> tuple[list, _Kept]:
+def _streamed(by_px: bool) -> tuple[list, _Kept]:
     mesh = mesh_of()
     model = parallel(TINY.model().eval(), mesh)
     streamer = _Kept()
     own = streamer if mesh.rank == 0 else None
-    ids = px.generate(model, torch.tensor([[5, 6]]), streamer=own, max_new_tokens=4)
+    call = partial(px.generate, model) if by_px else model.generate
+    ids = call(torch.tensor([[5, 6]]), streamer=own, do_sample=False, max_new_tokens=4)
     return ids[0].tolist(), streamer
 
 
-def test_a_streamer_of_one_rank_gets_every_token() -> None:
-    (ids, streamer), _ = pool(2).run(_streamed)
-    assert streamer.got == ids
+@pytest.mark.parametrize("by_px", [True, False], ids=["px.generate", "model.generate"])
+def test_a_streamer_of_one_rank_gets_every_token(by_px: bool) -> None:
+    (ids, streamer), (others, _) = pool(2).run(_streamed, by_px)
+    assert streamer.got == ids == others
     assert streamer.ended
+
+
+OF_ROWS = {
+    "beams": ([[5, 6]], {"num_beams": 2}),
+    "samples": ([[5, 6]], {"num_return_sequences": 2, "do_sample": True}),
+    "rows": ([[5, 6], [7, 8]], {}),
+}
+
+
+def _streamed_rows(case: str) -> str:
+    ids, options = OF_ROWS[case]
+    model = parallel(TINY.model().eval(), mesh_of())
+    own = transformers.TextStreamer(None) if mesh_of().rank == 0 else None
+    return refusal(lambda: model.generate(torch.tensor(ids), streamer=own, **options))
+
+
+@pytest.mark.parametrize("case", OF_ROWS)
+def test_a_streamer_that_would_refuse_several_rows_is_refused_on_all_ranks(case: str) -> None:
+    texts = pool(2).run(_streamed_rows, case)
+    assert "differ in streamer (tp rank 0: TextStreamer, tp rank 1: None)" in texts[0]
+    assert texts[1] == texts[0]
 
 
 def _refused(case: str) -> Any:
