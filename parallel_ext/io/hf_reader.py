@@ -208,6 +208,7 @@ class HFDirectory:
                 for alias, target in aliases.items()
                 if not self._equal(alias, target)
             ],
+            "To load both, untie them in the configuration: tie_word_embeddings=False",
         )
 
     def _vocabulary_hint(self, layout: ModelLayout, vocabulary: Collection[str]) -> str:

@@ -65,8 +65,9 @@ def check_options(
             continue
         if name in _WHY_NOT:
             raise TypeError(f"{own.__name__} does not take {name}: {_WHY_NOT[name]}")
-        known = ", ".join([*_options_of(own), *names])
-        raise TypeError(f"{own.__name__} has no option {name}; it takes {known}")
+        known = [*_options_of(own), *names]
+        hint = "; what a configuration has, set in config=" if "config" in known else ""
+        raise TypeError(f"{own.__name__} has no option {name}; it takes {', '.join(known)}{hint}")
     return {name: value for name, value in options.items() if name in names}
 
 

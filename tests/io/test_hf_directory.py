@@ -726,7 +726,11 @@ def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
         directory.check(layout)
     table[100, 23] += 1
     _add_head(tmp_path, table)
-    assert f"{HEAD} differs from {TABLE}" in _refused(tmp_path, layout)
+    message = _refused(tmp_path, layout)
+    assert f"{HEAD} differs from {TABLE}" in message
+    assert "untie them in the configuration: tie_word_embeddings=False" in message
+    with HFDirectory(tmp_path) as directory:
+        directory.check(_layout(tie_word_embeddings=False))
     _add_head(tmp_path, table[:100].clone())
     assert f"{HEAD} in model.safetensors has the shape (100, 24)" in _refused(tmp_path, layout)
 

@@ -61,6 +61,11 @@ REFUSED = {
         TypeError,
         "from_pretrained has no option revison; .*revision",
     ),
+    "of the configuration": (
+        {"num_hidden_layers": 1},
+        TypeError,
+        "no option num_hidden_layers; .*; what a configuration has, set in config=",
+    ),
     "pickles": ({"use_safetensors": False}, TypeError, "use_safetensors: weights are read from"),
     "variant": ({"variant": "fp16"}, TypeError, "variant: weights are read from model.safetensors"),
     "older token": ({"use_auth_token": "x"}, TypeError, "use_auth_token: it is token now"),
