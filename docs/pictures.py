@@ -67,15 +67,15 @@ class Drawing:
             f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="1.2"/>'
         )
 
-    def arrow(self, points: Sequence[tuple[float, float]], stroke: str = GREY) -> None:
+    def arrow(self, points: Sequence[tuple[float, float]]) -> None:
         """Draw a line that ends in a head, which points along its last stretch."""
-        self.line(points, stroke)
+        self.line(points, GREY)
         (x0, y0), (x, y) = points[-2:]
         dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
         corners = [(x, y), (x - 7 * dx - 4 * dy, y - 7 * dy - 4 * dx)]
         corners.append((x - 7 * dx + 4 * dy, y - 7 * dy + 4 * dx))
         path = " ".join(f"{a:g},{b:g}" for a, b in corners)
-        self.parts.append(f'<polygon points="{path}" fill="{stroke}"/>')
+        self.parts.append(f'<polygon points="{path}" fill="{GREY}"/>')
 
     def svg(self) -> str:
         """Return the file's content."""

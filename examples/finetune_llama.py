@@ -78,11 +78,11 @@ def train(
     return record
 
 
-def continuation(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> list[int]:
+def continuation(model: Any, tokenizer: Any, prompt: str) -> list[int]:
     """Greedy tokens after ``prompt``."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     return out[0, ids.shape[1] :].tolist()
 
 

@@ -19,8 +19,8 @@ import torch
 import transformers
 from disk_faults import kill
 from ranks import Raised, pool
-from reference import Tiny, batch, mesh_of, parallel
-from reference_mixtral import Layout, saved_tensors
+from reference import Tiny, batch, mesh_of, parallel, saved_tensors
+from reference_mixtral import Layout
 from reference_training import (
     LLAMA,
     MIXTRAL,

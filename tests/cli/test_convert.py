@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from disk_faults import change_last_byte
 from ranks import pool
-from reference import Tiny, batch, mesh_of
+from reference import Tiny, batch, mesh_of, saved_tensors
 from reference_cogagent import tiny_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,11 +52,6 @@ def _has_hashes(capsys: pytest.CaptureFixture[str], out: Path) -> bool:
     """Whether ``verify`` compares each file, and finds what was written."""
     assert main(["verify", str(out)]) == 0
     return "every byte of its tensors is that which was written" in capsys.readouterr().out
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -98,7 +93,7 @@ def test_a_padded_vocabulary_gets_its_rows_back(
     (padded / "pytorch_model.bin").write_bytes(b"old")
     found = _json(capsys, padded, out, *(["--vocab-size", V] if how == "option" else []))
     assert (found["vocab_size"], found["padded_vocab_size"]) == (V, PADDED)
-    assert _same(_tensors(out), _tensors(plain))
+    assert _same(saved_tensors(out), saved_tensors(plain))
     assert not (out / "pytorch_model.bin").exists()
     assert (out / "tokenizer.json").exists() == (how == "tokenizer")
     assert json.loads((out / "config.json").read_text())["vocab_size"] == V
@@ -107,7 +102,7 @@ def test_a_padded_vocabulary_gets_its_rows_back(
     assert model.get_input_embeddings().weight.shape[0] == V
     if (index := out / "model.safetensors.index.json").exists():
         total = json.loads(index.read_text())["metadata"]["total_size"]
-        assert total == sum(tensor.nbytes for tensor in _tensors(out).values())
+        assert total == sum(tensor.nbytes for tensor in saved_tensors(out).values())
 
 
 def test_only_padding_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +121,7 @@ def test_only_padding_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not out.exists()
     assert _json(capsys, *convert, "--filled-padding")["vocab_size"] == V
     TINY.model().save_pretrained(tmp_path / "plain")
-    assert _same(_tensors(out), _tensors(tmp_path / "plain"))
+    assert _same(saved_tensors(out), saved_tensors(tmp_path / "plain"))
     assert "is there already" in _refused(capsys, out, *convert, "--filled-padding")
     assert "nothing to drop" in _refused(capsys, out, out, tmp_path / "again")
     assert "or in it" in _refused(capsys, out, padded, padded / "inside")
@@ -179,7 +174,7 @@ def test_a_checkpoint_becomes_a_plain_model(
     step, out = px.latest_checkpoint(saved / "checkpoints"), tmp_path / "out"
     found = _json(capsys, saved / "checkpoints", out)
     assert (found["from"], found["to"], found["tensors"]) == ("training checkpoint", "hf", 21)
-    assert _same(_tensors(out), _tensors(step))
+    assert _same(saved_tensors(out), saved_tensors(step))
     expected = {path.name for path in step.iterdir()} - {"COMMIT", "parallel_state"}
     assert {path.name for path in out.iterdir()} == expected
     assert _has_hashes(capsys, out)
@@ -196,7 +191,7 @@ def test_an_adapters_checkpoint_becomes_a_plain_adapter(
         "adapter_model.safetensors",
     }
     step = px.latest_checkpoint(tmp_path / "checkpoints")
-    assert _same(_tensors(out), _tensors(step))
+    assert _same(saved_tensors(out), saved_tensors(step))
     assert _has_hashes(capsys, out)
     peft.PeftModel.from_pretrained(TINY.model(), out)
 
@@ -244,7 +239,7 @@ def test_a_checkpoint_through_dcp_and_back_has_the_same_bytes(
     assert px.verify_checkpoint(again) == 2
     model = tmp_path / "model"
     _json(capsys, there, model, "--to", "hf")
-    assert _same(_tensors(model), _tensors(step))
+    assert _same(saved_tensors(model), saved_tensors(step))
     transformers.AutoModelForCausalLM.from_pretrained(model)
 
 
@@ -282,9 +277,9 @@ def test_torch_resumes_from_the_dcp(
         optim_state_dict=state["optimizer"],
     )
     step = px.latest_checkpoint(saved / "checkpoints")
-    assert _same(model.state_dict(), _tensors(step))
+    assert _same(model.state_dict(), saved_tensors(step))
     assert optimizer.param_groups[0]["lr"] == 3e-3
-    moments = _tensors(step / "parallel_state")
+    moments = saved_tensors(step / "parallel_state")
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         assert state["step"].item() == 2
@@ -299,7 +294,7 @@ def test_a_dcp_that_was_changed_is_no_checkpoint_any_more(
     _json(capsys, saved / "checkpoints", there, "--to", "dcp")
     (file,) = there.glob("*.distcp")
     content = file.read_bytes()
-    norm = _tensors(px.latest_checkpoint(saved / "checkpoints"))["model.norm.weight"]
+    norm = saved_tensors(px.latest_checkpoint(saved / "checkpoints"))["model.norm.weight"]
     raw = norm.numpy().tobytes()
     assert content.count(raw) == 1
     file.write_bytes(content.replace(raw, (norm + 1).numpy().tobytes()))
@@ -333,7 +328,7 @@ def test_shards_of_ranks_in_a_dcp_become_a_model(
     assert "must be" in _refused(capsys, out, *convert)
     TINY.config().save_pretrained(config)
     assert _json(capsys, *convert)["tensors"] == 21
-    assert _same(_tensors(out), _tensors(px.latest_checkpoint(saved / "checkpoints")))
+    assert _same(saved_tensors(out), saved_tensors(px.latest_checkpoint(saved / "checkpoints")))
     transformers.AutoModelForCausalLM.from_pretrained(out)
     assert _has_hashes(capsys, out)
 
@@ -387,14 +382,14 @@ def test_swiss_army_adapters_become_peft_adapters(
     assert _json(capsys, *convert)["to"] == "peft"
     lora = peft.LoraConfig.from_pretrained(out)
     assert (lora.r, lora.lora_alpha) == (3, 6)
-    values = sorted(_tensors(out).values(), key=lambda value: value.shape)
+    values = sorted(saved_tensors(out).values(), key=lambda value: value.shape)
     assert torch.equal(values[0], factors[name.format("A")])
     assert torch.equal(values[1], factors[name.format("B")])
     save_file(factors | {"mixins.eva.boi": torch.ones(2)}, source)
     convert[1] = again = tmp_path / "again"
     assert "adapters_only=True" in _refused(capsys, again, *convert)
     _json(capsys, *convert, "--adapters-only")
-    assert _same(_tensors(again), _tensors(out))
+    assert _same(saved_tensors(again), saved_tensors(out))
 
 
 def test_code_in_a_swiss_army_checkpoint_runs_only_if_it_is_allowed(
@@ -417,7 +412,7 @@ def test_stripes_of_rows_are_the_whole(
     _json(capsys, tmp_path / "padded", tmp_path / "whole")
     monkeypatch.setattr(reshard, "STRIPE_BYTES", 1000)
     _json(capsys, tmp_path / "padded", tmp_path / "striped")
-    assert _same(_tensors(tmp_path / "whole"), _tensors(tmp_path / "striped"))
+    assert _same(saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "striped"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import transformers
 from disk_faults import change_last_byte
 from ranks import pool
-from reference import Tiny
+from reference import Tiny, saved_tensors
 from reference_images import tiny_model
 from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from safetensors.torch import load_file, save_file
@@ -38,11 +38,6 @@ def _trained(model: Any, folder: Path, **changes: Any) -> Any:
             torch.nn.init.normal_(parameter, std=0.1)
     with_adapter.save_pretrained(folder)
     return with_adapter
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 ON_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -96,15 +91,15 @@ def test_the_merged_model_is_that_of_peft(
     (base / "additional_chat_templates/tool.jinja").write_text("{{ tool }}")
     by_peft = _trained(tiny.model(), adapter, **changes).merge_and_unload()
     by_peft.save_pretrained(tmp_path / "expected")
-    expected = _tensors(tmp_path / "expected")
+    expected = saved_tensors(tmp_path / "expected")
     assert main(["merge", str(adapter), str(base), str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = _tensors(out)
+    found = saved_tensors(out)
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == {
         "pytorch_model.bin"
     }
     assert (out / "additional_chat_templates/tool.jinja").read_text() == "{{ tool }}"
-    plain = _tensors(base)
+    plain = saved_tensors(base)
     assert found.keys() == plain.keys()
     changed = [name for name in plain if not torch.equal(found[name], plain[name])]
     assert len(changed) == report["merged"] + report["replaced"] > 0
@@ -136,7 +131,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(
     text, changes = transformers.AutoModelForCausalLM.from_pretrained(base), OF_TEXT[kind]
     expected = _trained(text, adapter, **changes).merge_and_unload().state_dict()
     merged_files.merge_files(adapter, base, out)
-    found, plain = _tensors(out), _tensors(base)
+    found, plain = saved_tensors(out), saved_tensors(base)
     assert found.keys() == plain.keys()
     for name, value in found.items():
         in_text = name.replace("model.language_model.", "model.")
@@ -184,7 +179,7 @@ def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(reshard, "STRIPE_BYTES", 1000)
     merged_files.merge_files(adapter, base, tmp_path / "striped", pieces.append)
     assert len(pieces) > 3 * whole.tensors
-    one, other = _tensors(tmp_path / "whole"), _tensors(tmp_path / "striped")
+    one, other = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "striped")
     for name in one:
         torch.testing.assert_close(one[name], other[name])
 
@@ -206,7 +201,7 @@ def test_training_checkpoints_merge_as_what_they_hold(tmp_path: Path) -> None:
     assert main(["merge", *map(str, places)]) == 0
     plain = [tmp_path / name for name in ("plain adapter", "plain base", "plain out")]
     assert main(["merge", *map(str, plain)]) == 0
-    merged, expected = _tensors(places[-1]), _tensors(plain[-1])
+    merged, expected = saved_tensors(places[-1]), saved_tensors(plain[-1])
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
     assert not (places[-1] / "COMMIT").exists()

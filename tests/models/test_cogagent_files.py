@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
-from reference import difference, shard_differences, worst
+from reference import difference, saved_tensors, shard_differences, worst
 from reference_cogagent import DATA, batches_of, picture, text
 from reference_lora import logits_of
-from reference_mixtral import Layout, saved_tensors
+from reference_mixtral import Layout
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from published_cogagent import published_model
 from ranks import pool
-from reference import assert_within, difference, gradients_of, parallel, shard_differences
+from reference import (
+    assert_within,
+    difference,
+    gradients_of,
+    parallel,
+    saved_tensors,
+    shard_differences,
+)
 from reference_cogagent import batch_of, batches_of, exact, picture, tiny_model
-from reference_mixtral import Layout, assert_refused, differences_of_adapter, saved_tensors
+from reference_mixtral import Layout, assert_refused, differences_of_adapter
 
 import parallel_ext as px
 from parallel_ext.models.cogagent import build_position_ids

@@ -20,6 +20,7 @@ from reference import (
     exact,
     gradients_of,
     parallel,
+    saved_tensors,
     shard_differences,
     worst,
 )
@@ -34,7 +35,6 @@ from reference_mixtral import (
     load_and_save,
     own_batch,
     parity,
-    saved_tensors,
     spread,
 )
 from reference_ops import counted

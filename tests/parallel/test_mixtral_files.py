@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import batch, refusal, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, load_and_save, saved_tensors
+from reference import batch, refusal, saved_tensors, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, load_and_save
 
 import parallel_ext as px
 

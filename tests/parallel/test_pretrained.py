@@ -21,9 +21,9 @@ from reference import (
     gradients_of,
     mesh_of,
     parallel,
+    saved_tensors,
     shard_differences,
 )
-from reference_mixtral import saved_tensors
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import pool
-from reference import difference, exact, gradients_of, mesh_of, shard_differences, worst
+from reference import (
+    difference,
+    exact,
+    gradients_of,
+    mesh_of,
+    saved_tensors,
+    shard_differences,
+    worst,
+)
 from safetensors.torch import load_file
 
 import parallel_ext as px
@@ -91,9 +99,7 @@ def test_greedy_tokens_and_saved_tensors_are_those_of_the_source(tmp_path: Path)
     folder = tmp_path / "saved"
     for expected, *ours in pool(2).run(_generated_and_saved, str(folder), timeout_s=300):
         assert ours == [expected, expected]
-    saved: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        saved |= load_file(file)
+    saved = saved_tensors(folder)
     source = load_file(Path(SOURCE) / "model.safetensors")
     assert saved.keys() == source.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in source.items())

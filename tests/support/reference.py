@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from reference_ops import TOLERANCE
 from reference_ops import assert_within as assert_within
+from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
@@ -120,6 +122,16 @@ def refusal(call: Callable[[], object]) -> str:
     except Exception as error:
         return str(error)
     return "nothing was raised"
+
+
+def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a saved model; none is in two files."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        of_file = load_file(path)
+        assert not of_file.keys() & tensors.keys()
+        tensors |= of_file
+    return tensors
 
 
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:

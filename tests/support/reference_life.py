@@ -9,9 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from reference import batch, difference, gradients_of, parallel, shard_differences, worst
+from reference import (
+    batch,
+    difference,
+    gradients_of,
+    parallel,
+    saved_tensors,
+    shard_differences,
+    worst,
+)
 from reference_mixtral import Layout
-from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
@@ -75,18 +82,13 @@ def _train(
     return numbers
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: value for path in files for name, value in load_file(path).items()}
-
-
 def _saved(model: Any, reference: Any, folder: Path, mesh: px.Mesh) -> dict[str, float]:
     """The differences of the files from those that HuggingFace writes."""
     model.save_pretrained(folder / "ours")
     if mesh.rank == 0:
         reference.save_pretrained(folder / "theirs")
     mesh.control.barrier("reading what was saved")
-    ours, theirs = _tensors(folder / "ours"), _tensors(folder / "theirs")
+    ours, theirs = saved_tensors(folder / "ours"), saved_tensors(folder / "theirs")
     found = {name: difference(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
     found["names"] = float(ours.keys() != theirs.keys())
     config = transformers.AutoConfig.from_pretrained(folder / "ours")

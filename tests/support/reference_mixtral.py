@@ -31,7 +31,6 @@ from reference import (
     shard_differences,
     worst,
 )
-from safetensors import safe_open
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
@@ -410,16 +409,6 @@ def differences_of_adapter(
     whole, own = data
     px.data_parallel(model, mesh)
     return gradient_differences(plain, model, whole, own[mesh.dp_rank])
-
-
-def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model; none is in two files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            assert not set(file.keys()) & tensors.keys()
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
 
 
 def load_and_save(layout: Layout, whole: Path, ours: Path, tiny: TinyMixtral) -> tuple[float, str]:
