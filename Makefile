@@ -31,7 +31,8 @@ BUILD_ENV := MAX_JOBS=$(MAX_JOBS)
 # On the CPU also where there are GPUs, which ranks would outnumber; test-gpu is for those.
 ENV := $(BUILD_ENV) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 # Threads that wait spin otherwise, which halves the speed of a shared machine.
-DEMO_ENV := $(ENV) OMP_WAIT_POLICY=passive
+# Huge pages, for tensors come and go by the GiB: half of the time would be page faults.
+DEMO_ENV := $(ENV) OMP_WAIT_POLICY=passive GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer demo-invariant test test-oldest

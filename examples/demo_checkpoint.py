@@ -15,25 +15,24 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import train_resumable
 import transformers
 from demo import clip
 from finetune_llama import default_text
-from jobs import alone
+from jobs import alone, torchrun
 from prepare_smollm2 import prepare
 from train_resumable import learning_rates, samples_of
 
 import parallel_ext as px
 
-SCRIPT = Path(__file__).with_name("train_resumable.py")
-STEPS, ROWS, TOKENS, RATE, SAVE_EVERY = 6, 2, 32, 2e-5, 5
+STEPS, ROWS, TOKENS, RATE, SAVE_EVERY = 5, 2, 32, 2e-5, 5
 
 
 def single_process(model_path: Path) -> list[float]:
@@ -58,6 +57,14 @@ def single_process(model_path: Path) -> list[float]:
     return losses
 
 
+def _with_outputs(out: int, log: int, *job: Any) -> None:
+    os.dup2(out, 1)
+    os.dup2(log, 2)
+    os.close(out)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # s to save in after a SIGTERM; else 30
+    torchrun(*job)
+
+
 class Job:
     """``train_resumable.py`` under torchrun, whose lines are read while it runs."""
 
@@ -65,28 +72,18 @@ class Job:
         print(f"\n== {title} ==", flush=True)
         self.report = root.with_name(f"{root.name}-{title.split()[0]}.json")
         self._log = root.with_name(f"{root.name}-{title.split()[0]}.log").open("w+")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        script = [SCRIPT, model, root, "--report", self.report]
         sizes = ["--steps", STEPS, "--rows", ROWS, "--tokens", TOKENS, "--learning-rate", RATE]
-        saves = ["--save-every", SAVE_EVERY, *options]
-        command = [*launch, "--nproc_per_node", ranks, *script, *sizes, *saves]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # s to save in after a SIGTERM; 30 by default
-        }
-        self.process = subprocess.Popen(
-            [*map(str, command)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        arguments = [model, root, "--report", self.report, *sizes, "--save-every", SAVE_EVERY]
+        lines, out = os.pipe()
+        job = (out, self._log.fileno(), train_resumable.main, ranks, *arguments, *options)
+        self.process = get_context("fork").Process(target=_with_outputs, args=job)
+        self.process.start()
+        os.close(out)
+        self._lines = os.fdopen(lines)
 
     def until(self, step: int) -> None:
         """Print what the job prints until a step is done."""
-        for line in self.process.stdout:
+        for line in self._lines:
             print(line, end="", flush=True)
             if line.startswith(f"step {step} "):
                 return
@@ -94,8 +91,9 @@ class Job:
 
     def fail(self) -> None:
         """Stop the demo: the job ended before it should have."""
+        self.process.join()
         self._log.seek(0)
-        raise SystemExit(f"the job ended with {self.process.wait()}:\n{self._log.read()}")
+        raise SystemExit(f"the job ended with {self.process.exitcode}:\n{self._log.read()}")
 
     def kill(self) -> None:
         """Kill torchrun and its ranks at once; none of them can do anything about it."""
@@ -106,9 +104,9 @@ class Job:
 
     def finish(self) -> tuple[int, list[float]]:
         """Wait for the end: the first step, and the loss of each."""
-        for line in self.process.stdout:
+        for line in self._lines:
             print(line, end="", flush=True)
-        self.process.wait()
+        self.process.join()
         report = json.loads(self.report.read_text())
         return report["first"], report["loss"]
 
@@ -116,7 +114,7 @@ class Job:
 def wait_for(condition: Callable[[], bool], job: Job) -> None:
     """Wait until something has happened in the directory of the checkpoints."""
     while not condition():
-        if job.process.poll() is not None:
+        if job.process.exitcode is not None:
             job.fail()
         time.sleep(0.01)
 
@@ -132,12 +130,12 @@ def main() -> None:
 
     first = Job("first job: 2 ranks, tp = 2; a SIGTERM after step 1", 2, model, root, "--tp", 2)
     first.until(1)
-    first.process.send_signal(signal.SIGTERM)
+    first.process.terminate()
     runs = [("tp = 2", *first.finish())]
     latest = px.latest_checkpoint(root)
     if latest is None:
         first.fail()
-    step = px.verify_checkpoint(latest)
+    step, _ = alone(px.verify_checkpoint, latest)
     print(f"it saved step {step} and left")
 
     torn = (step // SAVE_EVERY + 1) * SAVE_EVERY
@@ -148,12 +146,12 @@ def main() -> None:
     second.kill()
     runs.append(("tp = 3", *second.finish()))
     print(f"files it left behind: {', '.join(sorted(p.name for p in root.iterdir()))}")
-    if px.verify_checkpoint(px.latest_checkpoint(root)) != step:
+    if alone(px.verify_checkpoint, px.latest_checkpoint(root))[0] != step:
         raise SystemExit("the last whole checkpoint should be that of the first job")
 
     third = Job("third job: 2 ranks, dp = 2, ZeRO 2; to the end", 2, model, root)
     runs.append(("dp = 2", *third.finish()))
-    if third.process.wait() != 0:
+    if third.process.exitcode != 0:
         third.fail()
 
     print(f"\n{'step':>6}{'one process':>14}{'parallel_ext':>14}{'difference':>12}  ranks")

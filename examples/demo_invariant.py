@@ -20,6 +20,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from demo_checkpoint import Job
 from finetune_mixtral import mixtral_from_dense
+from jobs import alone
 
 STEPS, ROWS, TOKENS, RATE, SAVE_EVERY, LEAVES = 8, 4, 64, 1e-4, 3, 4
 LAYOUTS = {"1 rank": (1, 1), "tp=2": (2, 2), "tp=3": (3, 3), "dp=2": (2, 1), "dp=3": (3, 1)}
@@ -42,7 +43,7 @@ def trained(title: str, layout: tuple[int, ...], model: Path, root: Path, *optio
     """The report of a job that ran to its end."""
     running = job(title, layout, model, root, *options)
     running.finish()
-    if running.process.returncode != 0:
+    if running.process.exitcode != 0:
         running.fail()
     report = json.loads(running.report.read_text())
     shutil.rmtree(root, ignore_errors=True)
@@ -118,7 +119,7 @@ def main() -> None:
     same = of_layouts(model, LAYOUTS | WIDEST, root)
     same["killed twice"] = interrupted(model, root)
     mixtral = options.work / "small-mixtral"
-    mixtral_from_dense(str(model), mixtral, experts=4, top_k=2, layers=4)
+    alone(mixtral_from_dense, str(model), mixtral, 4, 2, 4)
     of_mixtral = of_layouts(mixtral, OF_MIXTRAL | WIDEST_OF_MIXTRAL, root)
     ordinary = {
         name: trained(f"{name.replace(' ', '')} ordinary", LAYOUTS[name], model, root)["loss"]

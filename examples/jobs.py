@@ -62,9 +62,19 @@ def call(main: Callable[[], None], *options: Any) -> None:
 
 
 def _on_a_rank(main: Callable[[], None], *options: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of torchrun came with the fork
+    asked = False
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked = True
+        if signal.getsignal(number) is remember:  # the example does not listen
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, remember)  # that of torchrun came with the fork
     torch.set_num_threads(1)
     call(main, *options)
+    if asked:
+        os._exit(0)  # torchrun takes no results after a SIGTERM, and waits for the end
 
 
 def _import_what_is_lazy() -> None:
