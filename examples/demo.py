@@ -137,7 +137,7 @@ def plain(model_path: Path, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     work, steps = options.work, options.steps
     model = work / "smollm2"

@@ -129,7 +129,7 @@ def checks(single: dict, two: dict, reloaded: dict, three: dict) -> list[Check]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     work, steps = options.work, options.steps
     model, initial, adapter = work / "smollm2", work / "lora-initial", work / "lora"
