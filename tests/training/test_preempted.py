@@ -88,11 +88,13 @@ def _fork_and_end() -> int:
             mock.patch.object(preemption, "_listening", False),
         ):
             px.stop_requested(model)
+            told, tell = os.pipe()
             child = os.fork()
-            if child == 0:
+            if child == 0:  # a signal before here would be lost
+                os.write(tell, b"1")
                 time.sleep(30)
                 os._exit(7)
-            time.sleep(0.1)
+            os.read(told, 1)
             os.kill(child, signal.SIGTERM)
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
