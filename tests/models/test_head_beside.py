@@ -317,7 +317,7 @@ def test_a_loss_is_that_of_the_class_without_logits() -> None:
 
 
 def _calls_kept() -> int:
-    """How many calls are kept after a step, with their hidden states, until garbage is collected."""
+    """How many calls are kept after a step, with hidden states, until garbage is collected."""
     model = px.parallelize(tiny_model("llava"), LAYOUTS[0].mesh())
     gc.collect()
     gc.disable()
