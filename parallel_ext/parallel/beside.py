@@ -70,7 +70,7 @@ class _TellLabels:
         return type(self)(memo.get(id(self.decoder), self.decoder))
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        own_state(self.decoder).labels_around = kwargs.get("labels")
+        own_state(self.decoder).around["labels of the model around it"] = kwargs.get("labels")
 
 
 def tell_labels(module: nn.Module) -> None:

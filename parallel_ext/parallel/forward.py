@@ -301,8 +301,8 @@ def _compare_inputs(
     compared, grad = dict(arguments), torch.is_grad_enabled()
     if state.spec.head is None and "labels" in compared:  # they are no ids of tokens
         compared["labels of classes"] = compared.pop("labels")
-    if state.labels_around is not None:
-        compared["labels of the model around it"], state.labels_around = state.labels_around, None
+    compared |= {name: value for name, value in state.around.items() if value is not None}
+    state.around.clear()
     if call is not None and (why := call.why_not or call.seen_by) is not None:
         compared["loss of logits, since"] = why
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"

@@ -74,8 +74,11 @@ def _loss_call(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
         why_not = "the loss_function is another than transformers' for causal models"
     if why_not is None and not (model.config.return_dict if wants_dict is None else wants_dict):
         why_not = "return_dict is False"
-    if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+    caps = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    if why_not is None and caps:
         why_not = f"{type(model).__name__} changes its logits"
     if why_not is not None and state.fused_loss is True:
         raise ValueError(f"fused_loss=True, but {why_not}; undo that, or pass 'auto'")
+    if state.agreement is not None:
+        state.around["loss of logits of the model around it, since"] = why_not
     return LossCall(fused=True) if why_not is None else None

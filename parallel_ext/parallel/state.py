@@ -45,7 +45,7 @@ class ParallelState(nn.Module):
         vocab_sizes: number of ids of every tp rank.
         vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
-        labels_around: what the forward that runs around a decoder was given as labels.
+        around: what the tp ranks are to compare of the forward that runs around a decoder, by name.
         training_logits: whether training with labels returns logits.
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
@@ -89,7 +89,7 @@ class ParallelState(nn.Module):
         if self.invariant is not None:
             self.fused_loss = True  # of blocks of the vocabulary
         self.agreement: Agreement | None = None
-        self.labels_around: object = None
+        self.around: dict[str, object] = {}
         if options.agreement and mesh.tp_size > 1:
             vocab_size = plan.vocab_ranges[-1][1]
             deferred = mesh.device.type != "cpu"

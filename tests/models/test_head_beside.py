@@ -316,6 +316,19 @@ def test_a_loss_is_that_of_the_class_without_logits() -> None:
         assert max(differences) <= 1e-6
 
 
+def _hooked_on_one_rank() -> str:
+    mesh = LAYOUTS[0].mesh()
+    model = px.parallelize(tiny_model("llava"), mesh)
+    if mesh.rank == 0:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    return refusal(lambda: _call(model))
+
+
+def test_ranks_of_which_one_needs_logits_raise() -> None:
+    for why in pool(2).run(_hooked_on_one_rank):
+        assert "they differ in loss of logits of the model around it" in why
+
+
 def _calls_kept() -> int:
     """How many calls are kept after a step, with hidden states, until garbage is collected."""
     model = px.parallelize(tiny_model("llava"), LAYOUTS[0].mesh())
