@@ -138,6 +138,7 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/train_step.py
+	$(ENV) $(PY) benchmarks/train_step.py --model llava
 	$(ENV) $(PY) benchmarks/checkpoint.py
 	$(ENV) $(PY) benchmarks/training_checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py

@@ -90,10 +90,12 @@ def save_llama(directory: str, **sizes: int) -> PreTrainedModel:
     return save_model(directory, LlamaConfig(max_position_embeddings=512, **sizes))
 
 
-def save_model(directory: str, config: PreTrainedConfig) -> PreTrainedModel:
+def save_model(
+    directory: str, config: PreTrainedConfig, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """Save a model with random weights, the same in each run, and return it."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto_class.from_config(config)
     model.save_pretrained(directory)
     return model
 

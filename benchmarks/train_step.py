@@ -1,7 +1,8 @@
-"""A whole training step of a Llama at tp = 2: transformers' tensor parallelism, ours, one process.
+"""A whole training step at tp = 2: transformers' tensor parallelism, ours, one process.
 
-    python benchmarks/train_step.py [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                                    [--repetitions N] [--smallest] [--profile] [--update-docs]
+    python benchmarks/train_step.py [--model llama|llava] [--dtype float32|bfloat16|all]
+                                    [--malloc default|tuned|all] [--repetitions N] [--smallest]
+                                    [--profile] [--update-docs]
 
 What is measured and how: docs/benchmarks/train_step.md. It exits with an error when the losses of
 the competitors differ, for then they do not compute the same thing.
@@ -20,9 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from train_step_ranks import BATCH, ONE_PROCESS, OURS, SEQUENCE, TRANSFORMERS_TP, VOCABULARY
+from train_step_ranks import (
+    BATCH,
+    IMAGE_ID,
+    ONE_PROCESS,
+    OURS,
+    SEQUENCE,
+    TRANSFORMERS_TP,
+    VOCABULARY,
+)
+from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 TOKENS = BATCH * SEQUENCE
+LARGE_VOCABULARY = 128256  # of Llama 3, where most of a small model's time goes to the head
 PHASES = ("forward + backward", "optimizer", "step")
 ROUNDS, WARM_UP = harness.size((2, 2), (1, 0))
 TARGET = 1.4  # tokens/s of ours over those of the first other competitor
@@ -84,16 +95,29 @@ class Result:
         return statistics.median(self.rates(OURS)) / statistics.median(self.rates(other))
 
 
-def save_weights(directory: str) -> None:
-    harness.save_llama(
-        directory,
-        vocab_size=VOCABULARY,
-        hidden_size=harness.size(512, 32),
-        intermediate_size=harness.size(1408, 64),
-        num_hidden_layers=harness.size(8, 1),
-        num_attention_heads=8,
-        num_key_value_heads=4,
+def save_weights(directory: str, model: str = "llama") -> None:
+    """Save a Llama with random weights, or a LLaVA with a small one and a large vocabulary."""
+    sizes = {
+        "hidden_size": harness.size(512, 32),
+        "intermediate_size": harness.size(1408, 64),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    if model == "llama":
+        layers = harness.size(8, 1)
+        harness.save_llama(directory, vocab_size=VOCABULARY, num_hidden_layers=layers, **sizes)
+        return
+    tower = CLIPVisionConfig(
+        **{"hidden_size": 64, "intermediate_size": 128, "projection_dim": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 28, "patch_size": 14},  # 2 x 2 of them take IMAGE_TOKENS tokens
     )
+    ids = harness.size(LARGE_VOCABULARY, VOCABULARY)
+    text = LlamaConfig(vocab_size=ids, num_hidden_layers=harness.size(2, 1), **sizes)
+    config = LlavaConfig(
+        vision_config=tower, text_config=text, image_token_index=IMAGE_ID, vision_feature_layer=-1
+    )
+    harness.save_model(directory, config, AutoModelForImageTextToText)
 
 
 def check_losses(runs: Sequence[Mapping[str, list[float]]], reference: str, dtype: str) -> None:
@@ -215,17 +239,20 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
 
 
 def main() -> None:
-    options = parser(__doc__, repetitions=12).parse_args()
+    options = parser(__doc__, repetitions=12)
+    options.add_argument("--model", choices=("llama", "llava"), default="llama")
+    options = options.parse_args()
     with tempfile.TemporaryDirectory() as weights:
-        save_weights(weights)
+        save_weights(weights, options.model)
         contest = Contest(
             script=Path(__file__).with_name("train_step_ranks.py"),
             together=((TRANSFORMERS_TP, OURS), (ONE_PROCESS,)),
             reference=ONE_PROCESS,
-            request={"weights": weights},
+            request={"weights": weights, "model": options.model},
         )
         tables = run_contest(contest, options)
-    harness.publish("train_step", f"{harness.machine()}.\n\n{tables}", options)
+    section = {"llama": "train_step", "llava": "train_step of a model of images"}[options.model]
+    harness.publish(section, f"{harness.machine()}.\n\n{tables}", options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlavaForConditionalGeneration, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import parallel_ext as px
@@ -23,22 +23,23 @@ OURS = "parallel_ext"
 ONE_PROCESS = "one process"
 
 BATCH, SEQUENCE, VOCABULARY = harness.size((4, 256, 32000), (2, 8, 509))
+IMAGE_ID, IMAGE_TOKENS = 0, 4
 
 
 Build = Callable[[str, Mapping[str, Any]], nn.Module]
 """Competitor and request -> its model, ready for training."""
 
 
-def build(competitor: str, request: Mapping[str, Any]) -> LlamaForCausalLM:
+def build(competitor: str, request: Mapping[str, Any]) -> PreTrainedModel:
     """The model of a competitor with the weights and in the dtype that the request names."""
     directory, dtype = request["weights"], getattr(torch, request["dtype"])
+    is_of_images = request.get("model") == "llava"
+    cls = LlavaForConditionalGeneration if is_of_images else LlamaForCausalLM
     if competitor == TRANSFORMERS_TP:
         parallel = DistributedConfig(tp_size=dist.get_world_size())
-        model = LlamaForCausalLM.from_pretrained(
-            directory, dtype=dtype, distributed_config=parallel
-        )
+        model = cls.from_pretrained(directory, dtype=dtype, distributed_config=parallel)
     else:
-        model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+        model = cls.from_pretrained(directory, dtype=dtype)
         if competitor == OURS:
             px.parallelize(model, px.init_mesh(tp=dist.get_world_size()))
     return model.train()
@@ -56,14 +57,18 @@ class Trainer:
         trained = [p for p in model.parameters() if p.requires_grad]
         # On CPUs AdamW runs without foreach by default too; DTensor parameters do not allow it.
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=False)
-        self.ids = torch.randint(
-            0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(3)
-        )
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        self.inputs = {"input_ids": ids, "labels": ids}
+        if isinstance(model, LlavaForConditionalGeneration):  # an image in each row
+            ids[:, :IMAGE_TOKENS] = IMAGE_ID
+            pixels = torch.randn(BATCH, 3, 28, 28, generator=generator)
+            self.inputs["pixel_values"] = pixels.to(model.dtype)
         self.losses: list[float] = []
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss = self.model(**self.inputs).loss
         loss.backward()
         self.losses.append(loss.item())
 

@@ -46,6 +46,7 @@ SLOW = {
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
     "training_checkpoint.py --part large": {"parallel_ext, default": 2, "bound, default": 2},
     "train_step.py": {"float32, default": 3},
+    "train_step.py --model llava": {"float32, default": 3},
     "cogagent.py --part towers": {"EVA2-CLIP-E": 2},
     "lora.py --part step": {"float32, default": 3},
     "sequence_parallel.py": {"Llama, tp = 2, default": 4, "Mixtral, tp = 2, default": 2},
