@@ -316,6 +316,20 @@ def test_a_loss_is_that_of_the_class_without_logits() -> None:
         assert max(differences) <= 1e-6
 
 
+def _other_ids() -> str:
+    mesh = LAYOUTS[0].mesh()
+    model = px.parallelize(tiny_model("llava"), mesh)
+    batch = image_batch(2)
+    del batch["labels"]
+    batch["input_ids"][0, -1] += mesh.rank
+    return refusal(lambda: model(**batch))
+
+
+def test_tp_ranks_with_other_ids_raise() -> None:
+    for why in pool(2).run(_other_ids):
+        assert "they differ in input_ids (other values" in why
+
+
 def _hooked_on_one_rank() -> str:
     mesh = LAYOUTS[0].mesh()
     model = px.parallelize(tiny_model("llava"), mesh)
