@@ -36,9 +36,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     ``logits`` is None then, as of a parallel causal model. The loss is the class's: the mean over
     this dp rank's labels, or their sum over ``num_items_in_batch``.
     """
-    arguments = arguments_of(model, "forward", args, kwargs)
-    _compare_ids(model, arguments)
-    call = _loss_call(model, arguments)
+    call = _loss_call(model, arguments_of(model, "forward", args, kwargs))
     if call is None:
         return type(model).forward(model, *args, **kwargs)
     with running(call), LossInside(partial(_loss, model, call)).inside(model):
@@ -48,14 +46,6 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     trained = type(output)(**fields)
     object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
-
-
-@disable_compiler
-def _compare_ids(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise on all tp ranks unless they have the same ids, which the decoder does not see."""
-    state, ids = state_of(model), arguments.get("input_ids")
-    if state.agreement is not None and ids is not None and not state.generates:
-        state.agreement.check(f"{type(model).__name__}.forward", {"input_ids": ids}, "")
 
 
 @disable_compiler
@@ -75,6 +65,8 @@ def _loss_call(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
         ValueError: ``fused_loss=True``, and something sees or changes the logits.
     """
     state, wants_dict = state_of(model), arguments.get("return_dict")
+    if state.agreement is not None and not state.generates:  # whose ids were compared before
+        state.around["input_ids of the model around it"] = arguments.get("input_ids")
     if arguments.get("labels") is None or wants_logits(model, state):
         return None
     why_not = "fused_loss is False"
