@@ -12,6 +12,7 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.nn.vocab import TiedHead
+from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.state import own_state
 from parallel_ext.parallel.validate import is_decoder
 from parallel_ext.sharding._torch_private import input_hooks
@@ -70,7 +71,8 @@ class _TellLabels:
         return type(self)(memo.get(id(self.decoder), self.decoder))
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        own_state(self.decoder).around["labels of the model around it"] = kwargs.get("labels")
+        given = arguments_of(module, "forward", args, kwargs)
+        own_state(self.decoder).around["labels of the model around it"] = given.get("labels")
 
 
 def tell_labels(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from parallel_ext.nn.loss import LOSS_OPTIONS, balance_loss, share_of_loss, with
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.derived_class import LossInside
+from parallel_ext.parallel.forward_around import refuse_replaced_around
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.loss_call import (
     OF_HUGGINGFACE,
@@ -113,6 +114,7 @@ def _begin(
     given, classifies = arguments.get("labels"), state.spec.head is None
     labels = None if classifies else given
     state.forward_ran = True
+    refuse_replaced_around(model, state)
     refuse_other_ties(model)
     counts = given is not None and options.get("num_items_in_batch") is None
     if state.in_leaf and not state.leaf_is_batch and counts and not classifies:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.fused_loss import LossCall, NoLogits, running, why_not_fused
+from parallel_ext.nn.loss import LOSS_OPTIONS
+from parallel_ext.nn.vocab import TiedHead, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.derived_class import LossInside, has_other_loss
+from parallel_ext.parallel.head_beside import known_around
 from parallel_ext.parallel.loss_call import OF_HUGGINGFACE, wants_logits
 from parallel_ext.parallel.methods import bound
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding._torch_private import disable_compiler
 
 _HANDS_LOGITS_ON = (
@@ -23,29 +28,118 @@ _HANDS_LOGITS_ON = (
 )
 """Types whose class gives ``loss_function`` what the head returns, and changes nothing of it."""
 
+_OURS = "parallel_ext_stands_for_class"
 
-def fuse_loss(model: nn.Module) -> None:
-    """Let a model around a parallel decoder compute head and loss in one op, if its class can."""
-    if model.config.model_type in _HANDS_LOGITS_ON:
-        model.forward = bound(forward, model)
+
+def stand_for_class(model: nn.Module) -> None:
+    """Let a model around a parallel decoder run :func:`forward`, which runs its class's own."""
+    model.forward = bound(forward, model)
+    setattr(model.forward.__func__, _OURS, True)  # functools.wraps hands it on
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own forward; in training with labels no rank ever holds the logits.
 
     ``logits`` is None then, as of a parallel causal model. The loss is the class's: the mean over
-    this dp rank's labels, or their sum over ``num_items_in_batch``.
+    this dp rank's labels, or their sum over ``num_items_in_batch``. Of a class that is not known to
+    give its loss what the head returns, loss and logits are its own.
     """
-    call = _loss_call(model, arguments_of(model, "forward", args, kwargs))
-    if call is None:
-        return type(model).forward(model, *args, **kwargs)
-    with running(call), LossInside(partial(_loss, model, call)).inside(model):
-        output = type(model).forward(model, *args, **kwargs)
+    call = _begin(model, arguments_of(model, "forward", args, kwargs))
+    with running(call):  # None too, lest the head hands over for the call of another model
+        if call is None:
+            return type(model).forward(model, *args, **kwargs)
+        loss = LossInside(partial(_loss, model, call))
+        with loss.inside(model):
+            output = type(model).forward(model, *args, **kwargs)
+    if not loss.was_asked:
+        raise RuntimeError(
+            f"the forward of {type(model).__name__} computes a loss of its own, from hidden states "
+            "that it takes for logits; parallelize(..., fused_loss=False) gives it logits"
+        )
     fields = dict(output.items())
     del fields["logits"]
     trained = type(output)(**fields)
     object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
+
+
+@disable_compiler
+def _begin(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
+    """Check a forward that begins, and return how its loss is computed, as :func:`_loss_call`.
+
+    Raises:
+        RuntimeError: the class's forward was replaced, and may read the rows of this rank.
+        ValueError: the call has options of the loss of a causal model.
+    """
+    if not _is_of_class(type(model).forward) and _holds_rows(model):
+        raise _replaced(model, type(model).forward)
+    if options := [name for name in LOSS_OPTIONS if name in arguments]:
+        raise ValueError(
+            f"{', '.join(options)}: no option of {type(model).__name__}, whose loss is that of its "
+            "class; compute your own from the logits of a call without labels"
+        )
+    state = state_of(model)
+    state.forward_around_ran = True
+    if state.agreement is not None and not state.generates:  # which compares its ids once
+        names = "input_ids", "labels"
+        state.around |= {f"{n} of the model around it": arguments.get(n) for n in names}
+    return _loss_call(model, state, arguments)
+
+
+def refuse_replaced_around(decoder: nn.Module, state: ParallelState) -> None:
+    """Raise if a decoder is run by a forward in the place of one that :func:`stand_for_class` gave.
+
+    Such as Liger's or TRL's, which take this rank's rows of the output head for all of it. One that
+    wraps ours, and says so by ``functools.wraps`` or has called it, may stand there.
+
+    Raises:
+        RuntimeError: such a forward stands in a model around this decoder.
+    """
+    ran, state.forward_around_ran = state.forward_around_ran, False
+    for model in () if ran else known_around(decoder):
+        found = inspect.unwrap(model.forward, stop=lambda each: hasattr(each, _OURS))
+        if not hasattr(found, _OURS) and _holds_rows(model):
+            raise _replaced(model, model.forward)
+
+
+def refuse_tied_to_replaced(heads: list[tuple[nn.Module, str]]) -> None:
+    """Raise where a forward that is not transformers' may read the rows of a tied output head.
+
+    Args:
+        heads: what holds each, and under which name.
+
+    Raises:
+        ValueError: the forward of a class of transformers, or of an instance, was replaced.
+    """
+    for model, _ in heads:
+        if type(model).__module__.startswith("transformers.") and not _is_of_class(model.forward):
+            raise ValueError(
+                f"parallelize: the forward of {type(model).__name__} was replaced by "
+                f"{shown(model.forward)}, which may take a rank's rows of the tied output head for "
+                "all of it; undo that (pass Liger fused_linear_cross_entropy=False), or derive a "
+                "class of your own that calls the head"
+            )
+
+
+def _holds_rows(model: nn.Module) -> bool:
+    """Return whether a rank holds only its rows of the output head."""
+    heads = model.get_output_embeddings().modules()
+    sharded = any(isinstance(each, VocabParallelHead | TiedHead) for each in heads)
+    return sharded and state_of(model).mesh.tp_size > 1
+
+
+def _is_of_class(function: Any) -> bool:
+    """Return whether a forward is that of a class of transformers, perhaps in wrappers."""
+    module = getattr(inspect.unwrap(function), "__module__", None) or ""
+    return module.startswith(("transformers.", "parallel_ext."))
+
+
+def _replaced(model: nn.Module, by: Any) -> RuntimeError:
+    return RuntimeError(
+        f"forward of this {type(model).__name__} was replaced by {shown(by)} after px.parallelize, "
+        "and takes a rank's rows of the output head for all of it, as TRL's and Liger's fused "
+        "losses do; undo that"
+    )
 
 
 @disable_compiler
@@ -57,21 +151,25 @@ def _loss(
     return call.loss(logits, labels, *vocabulary, state.mesh, sums_over_dp=True, **options)
 
 
-@disable_compiler
-def _loss_call(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
+def _loss_call(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any]
+) -> LossCall | None:
     """Return how a forward that begins computes its loss; None where the class does, of logits.
 
     Raises:
         ValueError: ``fused_loss=True``, and something sees or changes the logits.
     """
-    state, wants_dict = state_of(model), arguments.get("return_dict")
-    if state.agreement is not None and not state.generates:  # whose ids were compared before
-        state.around["input_ids of the model around it"] = arguments.get("input_ids")
     if arguments.get("labels") is None or wants_logits(model, state):
         return None
+    head, wants_dict = model.get_output_embeddings(), arguments.get("return_dict")
     why_not = "fused_loss is False"
     if state.fused_loss is not False:
-        why_not = why_not_fused(model.get_output_embeddings())
+        why_not = why_not_fused(head)
+    known = model.config.model_type in _HANDS_LOGITS_ON and _is_of_class(type(model).forward)
+    if why_not is None and not known:
+        why_not = f"{type(model).__name__} is not known to take its loss from what the head returns"
+    if why_not is None and isinstance(head, TiedHead) and head.bias is not None:
+        why_not = "the output head has a bias, and its weight from the embedding"
     if why_not is None and has_other_loss(model):
         why_not = "the loss_function is another than transformers' for causal models"
     if why_not is None and not (model.config.return_dict if wants_dict is None else wants_dict):

@@ -26,7 +26,7 @@ from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards
 
 _NAME = "parallel_ext_head_beside"
-_around: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = WeakKeyDictionary()
+_around: WeakKeyDictionary[nn.Module, list[ReferenceType[nn.Module]]] = WeakKeyDictionary()
 
 
 class PlainHead(NamedTuple):
@@ -42,18 +42,26 @@ class PlainHead(NamedTuple):
 
 
 class _Mark:
-    """What a model holds whose head is sharded with a decoder in it; its copies get one, too."""
+    """What a model holds around a parallel decoder, which knows it by that; so do copies.
 
-    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
-        self._model, self._decoder = model, decoder
-        _around[decoder] = ref(model)
+    Attributes:
+        of_head: whether its head is sharded with the decoder.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, of_head: bool) -> None:
+        self._model, self._decoder, self.of_head = model, decoder, of_head
+        _around.setdefault(decoder, []).append(ref(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        return _Mark(copy.deepcopy(self._model, memo), copy.deepcopy(self._decoder, memo))
+        model, decoder = (copy.deepcopy(each, memo) for each in (self._model, self._decoder))
+        return _Mark(model, decoder, self.of_head)
 
 
 def models_around(decoder: nn.Module) -> list[transformers.PreTrainedModel]:
-    """Return the models of transformers' own classes that hold a decoder, and run as they are."""
+    """Return the models with a head that hold a decoder, of transformers' own classes as they are.
+
+    That is, with the forward of the class.
+    """
     return [
         each
         for each in Holders().around(decoder)
@@ -61,6 +69,7 @@ def models_around(decoder: nn.Module) -> list[transformers.PreTrainedModel]:
         and type(each).__module__.startswith("transformers.")
         and type(each).forward.__module__.startswith("transformers.")
         and "forward" not in vars(each)
+        and each.get_output_embeddings() is not None
     ]
 
 
@@ -105,6 +114,17 @@ def check_equal_heads(head: PlainHead | None, plan: Plan) -> None:
     require_equal(plan.mesh.control, "parallelize", values, advice=advice)
 
 
+def mark_around(model: nn.Module, decoder: nn.Module, of_head: bool) -> None:
+    """Let a parallel decoder know a model that holds it, and whether it shards that one's head."""
+    setattr(model, _NAME, _Mark(model, decoder, of_head))
+
+
+def known_around(decoder: nn.Module) -> list[nn.Module]:
+    """Return the models around a parallel decoder that :func:`mark_around` was given."""
+    models = (reference() for reference in _around.get(decoder, ()))
+    return [each for each in models if each is not None]
+
+
 def shard_head(head: PlainHead, decoder: nn.Module, plan: Plan) -> None:
     """Let each rank hold its rows of a head, as those of the embedding of its decoder."""
     (model, path), partials = head, own_state(decoder).partials
@@ -117,14 +137,12 @@ def shard_head(head: PlainHead, decoder: nn.Module, plan: Plan) -> None:
     parallel = VocabParallelHead(own["weight"], own.get("bias"), layouts, mesh.tp, partials)
     model.set_submodule(path, parallel.train(plain.training))
     watch_replaced(plain)
-    setattr(model, _NAME, _Mark(model, decoder))
 
 
 def with_head(model: nn.Module) -> nn.Module:
     """Return the model around a parallel one that holds the head sharded with it, or itself."""
-    reference = _around.get(model)
-    around = None if reference is None else reference()
-    return model if around is None else around
+    models = known_around(model)
+    return next((each for each in models if getattr(each, _NAME).of_head), model)
 
 
 def shards_beside(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:

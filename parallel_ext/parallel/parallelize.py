@@ -23,9 +23,10 @@ from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.entering import enter_and_leave
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
-from parallel_ext.parallel.forward_around import fuse_loss
+from parallel_ext.parallel.forward_around import refuse_tied_to_replaced, stand_for_class
 from parallel_ext.parallel.head_beside import (
     check_equal_heads,
+    mark_around,
     models_around,
     plain_head_of,
     shard_head,
@@ -133,8 +134,8 @@ def parallelize(
                 "mesh) loads one"
             )
         options.check()
-        spec = spec_for(model)
         check_unwrapped(model)
+        spec = spec_for(model)
         check_names(model, spec)
         check_unsharded(model)
         check_plain(model, spec)
@@ -154,6 +155,8 @@ def parallelize(
     plan = with_groups(plan, model)
     has_own_head = plan.spec.head is not None or invariant is not None
     tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
+    if mesh.tp_size > 1:
+        mesh.control.run_on_all("parallelize", lambda: refuse_tied_to_replaced(tied))
     around = [] if has_own_head else models_around(model)
     beside = plain_head_of(around, plan.vocab_ranges[-1][1])
     if not has_own_head:
@@ -165,7 +168,8 @@ def parallelize(
     if beside is not None:
         shard_head(beside, model, plan)
     for each in around:
-        fuse_loss(each)
+        mark_around(each, model, of_head=beside is not None and each is beside.model)
+        stand_for_class(each)
     if hooked:
         model.enable_input_require_grads()
     _warn_of_uneven_vocabulary(plan)

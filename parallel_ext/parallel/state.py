@@ -46,6 +46,8 @@ class ParallelState(nn.Module):
         vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
         around: what the tp ranks are to compare of the forward that runs around a decoder, by name.
+        forward_around_ran: whether our forward of a model around a decoder has begun, and the
+            decoder's has not.
         training_logits: whether training with labels returns logits.
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
@@ -90,6 +92,7 @@ class ParallelState(nn.Module):
             self.fused_loss = True  # of blocks of the vocabulary
         self.agreement: Agreement | None = None
         self.around: dict[str, object] = {}
+        self.forward_around_ran = False
         if options.agreement and mesh.tp_size > 1:
             vocab_size = plan.vocab_ranges[-1][1]
             deferred = mesh.device.type != "cpu"
