@@ -10,7 +10,7 @@ import transformers
 from on_device import device_path, placed
 from ranks import pool
 from reference import assert_within, batch, difference, gradients_of, parallel, shard_differences
-from reference_images import DECODERS, decoder_of, image_batch, tiny_model
+from reference_images import DECODERS, exact_loss, image_batch, tiny_model
 from reference_mixtral import batches, differences_of_steps
 from test_specs import KINDS, OfSpec, in_fp64
 
@@ -89,7 +89,8 @@ def _with_images(kind: str, device: torch.device) -> dict[str, float]:
     with device_path(device):
         mesh = px.init_mesh(tp=2, timeout=60.0, device=device)
         reference, ours = (tiny_model(kind).to(device) for _ in range(2))
-        px.parallelize(decoder_of(ours), mesh)
+        reference.loss_function = exact_loss
+        px.parallelize(ours, mesh)
         one = placed(image_batch(3, kind), device)
         losses = [model(**one).loss for model in (reference, ours)]
         for loss in losses:

@@ -75,13 +75,17 @@ def answers(function: Callable[..., Any], args: Any) -> list[torch.Tensor]:
     return [torch.empty(0) if each is None else each.detach().cpu() for each in found]
 
 
-def assert_as_in_fp64(function: Callable[..., Any], args: Any, device: torch.device) -> None:
+def assert_as_in_fp64(
+    function: Callable[..., Any], args: Any, device: torch.device, exact_args: Any = None
+) -> None:
     """``function(*args)`` on the device is that of the CPU's loops in fp64, each time it runs.
 
-    ``args`` lie on the CPU; the tolerance is that of the lowest precision among them.
+    ``args`` lie on the CPU; the tolerance is that of the lowest precision among them. The loops get
+    ``exact_args`` where they are given.
     """
+    exact = args if exact_args is None else exact_args
     with aten_path(False):
-        expected = answers(function, placed(args, CPU, exact=True))
+        expected = answers(function, placed(exact, CPU, exact=True))
     floats = [
         each.dtype
         for each in tree_flatten(args)[0]

@@ -180,7 +180,7 @@ def image_batch(
     return batch
 
 
-def _exact_loss(logits: Any, labels: Any, vocab_size: int, **options: Any) -> torch.Tensor:
+def exact_loss(logits: Any, labels: Any, vocab_size: int, **options: Any) -> torch.Tensor:
     """transformers' loss of a causal model, which goes by fp32, in fp64."""
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), shifted.reshape(-1))
@@ -190,7 +190,7 @@ def parallel_pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
     """The model of one process, and the same with a parallel decoder."""
     reference = tiny_model(kind)
     ours = copy.deepcopy(reference)
-    reference.loss_function = _exact_loss
+    reference.loss_function = exact_loss
     assert type(decoder_of(ours)).__name__ == DECODERS[kind]
     assert px.parallelize(ours, mesh) is ours
     px.data_parallel(ours, mesh, **options)
