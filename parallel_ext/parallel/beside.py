@@ -36,7 +36,11 @@ def is_around(module: nn.Module) -> bool:
     return next(iter(parallel_parts(module)), "") not in ("", "base_model.model")
 
 
-def parameters_beside(module: nn.Module) -> dict[str, tuple[nn.Parameter, TensorLayout]]:
+Beside = dict[str, tuple[nn.Parameter, TensorLayout]]
+"""Parameters beside parallel models by name, each with its layout."""
+
+
+def parameters_beside(module: nn.Module) -> Beside:
     """Return the parameters of a module that belong to no parallel model in it, by name.
 
     Each rank holds all of them whole, but for its rows of an output head that is sharded with the
@@ -47,10 +51,10 @@ def parameters_beside(module: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor
     return {name: (p, layout) for name, p, layout in shards if id(p) not in inside}
 
 
-def whole_beside(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return those of :func:`parameters_beside` that every rank holds whole."""
-    beside = parameters_beside(module).items()
-    return {name: parameter for name, (parameter, layout) in beside if layout.is_replicated}
+def whole_and_shards(beside: Beside) -> tuple[dict[str, nn.Parameter], Beside]:
+    """Return of :func:`parameters_beside` what every rank holds whole, and what is sharded."""
+    whole = {name: each for name, (each, layout) in beside.items() if layout.is_replicated}
+    return whole, {name: own for name, own in beside.items() if name not in whole}
 
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ from parallel_ext.parallel.beside import (
     parameters_beside,
     tensors_beside,
     tied_beside,
-    whole_beside,
+    whole_and_shards,
 )
 from parallel_ext.parallel.configuration import build_on_meta, configurations, names_in_model
 from parallel_ext.parallel.joining import arrive
@@ -311,13 +311,12 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
     """
     arrive("full_state_dict")
     mesh, tied, full = state_of(model).mesh, tied_beside(model), {}
-    if whole := whole_beside(model):
+    whole, shards = whole_and_shards(parameters_beside(model))
+    if whole:
         check_equal_beside(whole, mesh, "full_state_dict")
     for path, each in parallel_parts(model).items():
         gathered = gather_state_dict(each, mesh, state_of(each).layout, writer_only)
         full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
-    beside = parameters_beside(model).items()
-    shards = {name: own for name, own in beside if not own[1].is_replicated}
     if shards:
         full |= gather_in_step(shards, mesh, "full_state_dict", writer_only)
     if mesh.rank == 0 or not writer_only:

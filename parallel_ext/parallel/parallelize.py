@@ -153,13 +153,13 @@ def parallelize(
     plan = mesh.control.run_on_all("parallelize", prepare)
     check_equal(model, plan)
     plan = with_groups(plan, model)
-    has_own_head = plan.spec.head is not None or invariant is not None
-    tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
-    if mesh.tp_size > 1:
-        mesh.control.run_on_all("parallelize", lambda: refuse_tied_to_replaced(tied))
-    around = [] if has_own_head else models_around(model)
-    beside = plain_head_of(around, plan.vocab_ranges[-1][1])
-    if not has_own_head:
+    tied, around, beside = [], [], None
+    if plan.spec.head is None and invariant is None:  # others may hold it, with a head
+        tied = heads_tied_to(model, plan.spec.embedding)
+        if mesh.tp_size > 1:
+            mesh.control.run_on_all("parallelize", lambda: refuse_tied_to_replaced(tied))
+        around = models_around(model)
+        beside = plain_head_of(around, plan.vocab_ranges[-1][1])
         check_equal_heads(beside, plan)
     # What checkpointing has hung on the embedding; the new one gets it afterwards.
     hooked = [each for each in model.modules() if remove_output_hooks(each, is_input_hook)]

@@ -28,7 +28,7 @@ from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 _OP_NAME = "resize_token_embeddings"
 
 _Rows = VocabParallelEmbedding | VocabParallelHead
-_Beside = TiedHead | VocabParallelHead | nn.Linear | None  # the head around a decoder of a model
+_Beside = TiedHead | VocabParallelHead | nn.Linear | None  # the head of a model around a decoder
 
 
 @torch.no_grad()

@@ -12,11 +12,16 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
-from parallel_ext.parallel.beside import check_equal_beside, parameters_beside, tell_labels
+from parallel_ext.parallel.beside import (
+    Beside,
+    check_equal_beside,
+    parameters_beside,
+    tell_labels,
+    whole_and_shards,
+)
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.head_beside import shards_beside
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
-from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.training.called_alone import CalledAlone
 from parallel_ext.training.fsdp_shards import shard_over_dp
@@ -63,7 +68,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     check_mesh("data_parallel", mesh)
     mesh.control.barrier("data_parallel")
 
-    def prepare() -> tuple[nn.Module, ParallelState, dict[str, tuple[nn.Parameter, TensorLayout]]]:
+    def prepare() -> tuple[nn.Module, ParallelState, Beside]:
         if mesh.dp_size > 1:
             _check_torch()
         own, state = model_of(model), state_of(model)
@@ -88,12 +93,12 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         return own, state, beside
 
     own, state, beside = mesh.control.run_on_all("data_parallel", prepare)
-    whole = {name: each for name, (each, layout) in beside.items() if layout.is_replicated}
+    whole, shards = whole_and_shards(beside)
     average_beside(whole, mesh, state.partials, "data_parallel")  # it raises where they differ
     if mesh.dp_size > 1 and state.partials is not None:
-        shards = (each for each, layout in beside.values() if not layout.is_replicated)
         of_head = (each for _, each, _ in shards_beside(own))
-        state.partials.average_beside(dict.fromkeys((*shards, *of_head)), mesh.dp)
+        sharded = (*(each for each, _ in shards.values()), *of_head)
+        state.partials.average_beside(dict.fromkeys(sharded), mesh.dp)
     if mesh.dp_size > 1 and state.zero is None:
         plain_class = type(own)
         with called_by_this_package():
