@@ -13,13 +13,13 @@ import pytest
 import torch
 from peft.utils import set_peft_model_state_dict
 from ranks import pool
-from reference import batch, difference, refusal
+from reference import Tiny, batch, difference, refusal
 from reference_images import decoder_of, image_batch, losses_of, parallel_pair, tiny_model
 from reference_mixtral import Layout
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import parallel_ext as px
 from parallel_ext.nn import VocabParallelHead
@@ -95,14 +95,7 @@ def _around_a_causal_decoder(layout: Layout) -> float:
     """As of a script that makes the decoder of a causal model parallel, and trains all of it."""
     mesh = layout.mesh()
     torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = Tiny().config()
     reference = LlamaForCausalLM(config).double()
     reference.lm_head = nn.Linear(config.hidden_size, config.vocab_size).double()  # with a bias
     ours = copy.deepcopy(reference)
