@@ -32,7 +32,10 @@ from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
 # Fields of a configuration that decide the function of the factors, beside names and shapes.
-_FUNCTION = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_FUNCTION = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    "trainable_token_indices",
+)
 
 
 class AdapterContents:

@@ -13,7 +13,7 @@ _SUPPORTED = {
     *("r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern"),
     *("lora_dropout", "bias", "lora_bias", "modules_to_save"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    "target_parameters",
+    *("target_parameters", "trainable_token_indices", "ensure_weight_tying"),
     *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode"),
     *("base_model_name_or_path", "revision", "runtime_config"),
 }

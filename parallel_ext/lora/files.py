@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
 )
@@ -46,12 +47,19 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
         return None
 
 
+_ADAPTERS = {
+    *LoraLayer.adapter_layer_names,
+    *TrainableTokensLayer.adapter_layer_names,
+    "modules_to_save",
+}
+
+
 def check_adapters(model: nn.Module, state: ParallelState, op_name: str) -> None:
     """Raise unless replicated parts of an adapter are equal bit for bit; all ranks call it."""
     trained = {
         name: (parameter, layout)
         for name, parameter, layout in named_shards(model)
-        if set(name.split(".")) & {*LoraLayer.adapter_layer_names, "modules_to_save"}
+        if set(name.split(".")) & _ADAPTERS
     }
     compare(trained, state.mesh, op_name)
 

@@ -30,6 +30,7 @@ from parallel_ext.lora.layers import (
 )
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.lora.seeds import seeded_by
+from parallel_ext.lora.tokens import refuse_tokens
 from parallel_ext.nn.biased_experts import BiasedExperts
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -312,6 +313,7 @@ def inject_adapter(
         refuse_whole(model, config, op_name, state)
         refuse_both_ends(model, config, op_name)
         refuse_borrowed_weight(model, config, op_name)
+        refuse_tokens(model, config, op_name)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)

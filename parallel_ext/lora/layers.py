@@ -263,7 +263,7 @@ class LoraVocabHead(AdaptedLinear):
         if base.blocks is not None:
             factors = self._low_rank(x, active)
             if call is not None and call.fused:
-                return call.hand_over(base, x, factors)
+                return call.hand_over(base, x, base.weight, factors)
             logits = base.in_blocks(x, base.weight)
             return base.leave(logits + base.in_blocks(*factors))
         x = base.enter(x)
@@ -274,16 +274,18 @@ class LoraVocabHead(AdaptedLinear):
         return base.leave(self._product(x, base.weight, base.bias, active))
 
 
-class EmbeddingFactors(ShardedModule, nn.ParameterDict):
-    """One factor of an embedding for each adapter, in the place where PEFT keeps them."""
+class OfAdapters(ShardedModule, nn.ParameterDict):
+    """One parameter of an embedding for each adapter, in the place where PEFT keeps them."""
 
     def __init__(self, group: Group) -> None:
         super().__init__({}, group)
 
-    def add(self, adapter: str, layout: TensorLayout) -> None:
-        """Add a factor of zeros for an adapter: this rank's shard by ``layout``."""
+    def add(self, adapter: str, layout: TensorLayout, values: torch.Tensor | None = None) -> None:
+        """Add a factor for an adapter, this rank's shard by ``layout``; zeros without values."""
         self.layouts[adapter] = layout
-        self[adapter] = nn.Parameter(torch.zeros(layout.local_shape(self.group.rank)))
+        if values is None:
+            values = torch.zeros(layout.local_shape(self.group.rank))
+        self[adapter] = nn.Parameter(values)
 
     def __delitem__(self, adapter: str) -> None:
         super().__delitem__(adapter)
@@ -298,8 +300,8 @@ class LoraVocabEmbedding(Adapted):
     """
 
     def _prepare(self, base: Any) -> None:
-        self.lora_embedding_A = EmbeddingFactors(base.group)
-        self.lora_embedding_B = EmbeddingFactors(base.group)
+        self.lora_embedding_A = OfAdapters(base.group)
+        self.lora_embedding_B = OfAdapters(base.group)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim

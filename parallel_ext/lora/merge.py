@@ -91,7 +91,7 @@ class Mergeable(nn.Module, LoraLayer):
         merged = {}
         for name, value in added.items():
             parameter = getattr(base, name).detach()
-            merged[name] = (local_part(parameter) + _rows_here(value, parameter)).to(dtype)
+            merged[name] = (local_part(parameter) + rows_here(value, parameter)).to(dtype)
         if safe_merge and not all(value.isfinite().all() for value in merged.values()):
             raise ValueError(
                 f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
@@ -133,7 +133,7 @@ class Mergeable(nn.Module, LoraLayer):
         return self.get_base_layer()
 
 
-def _rows_here(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def rows_here(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the rows of a value for a parameter of which dp ranks may share out the rows."""
     if not hasattr(parameter, "to_local"):
         return value
@@ -163,7 +163,7 @@ def _merging(
         def check() -> None:
             to_shards(self.model)
             for path, module in self.model.named_modules():
-                if isinstance(module, Mergeable):
+                if hasattr(module, "check_merge"):
                     module.check_merge(safe_merge, adapter_names, keep)
                 elif isinstance(module, ModulesToSaveWrapper):
                     _refuse_kept_end(path, module)
@@ -194,7 +194,7 @@ def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     for name, parameter in original.named_parameters():
         value = trained.get_parameter(name).detach()
         is_shared_out = hasattr(value, "to_local")  # as experts are, each by itself
-        rows = local_part(value) if is_shared_out else _rows_here(value, parameter)
+        rows = local_part(value) if is_shared_out else rows_here(value, parameter)
         local_part(parameter.data).copy_(rows)
     module.modules_to_save[module.active_adapter] = original
     tensors = dict(state.layout.tensors)

@@ -40,6 +40,7 @@ _FACTORS = {  # ends of names in an adapter's file -> what they are of which par
     ".lora_embedding_A": ("embedding a", ".weight"),
     ".lora_embedding_B": ("embedding b", ".weight"),
 }
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Merged:
 
     Attributes:
         tensors: of the model.
-        merged: of those with an adapter.
+        merged: of those with an adapter, or with trained rows of tokens.
         replaced: of those that the adapter holds whole, and nothing is added to.
         num_bytes: of all tensors.
     """
@@ -88,8 +89,12 @@ class _Adapter:
         self.changed = ChainMap[str, Any](self.factors, self.experts)  # by name, what gets a sum
         self._read = lru_cache(maxsize=4)(self.file.read)  # the factors of a layer's experts
         self.whole: dict[str, str] = {}
+        self.tokens: dict[str, str] = {}  # rows of tokens, which take the places of the model's
         for name in self.file.tensors:
             inner = name.removeprefix(_PREFIX)
+            if inner.endswith(_TOKENS):
+                self.tokens[inner.removesuffix(_TOKENS) + ".weight"] = name
+                continue
             for end, (kind, attribute) in _FACTORS.items():
                 if inner.endswith(end):
                     target = inner.removesuffix(end) + attribute
@@ -98,9 +103,14 @@ class _Adapter:
             else:
                 self.whole[inner.replace(".base_layer.", ".")] = name
 
+    @property
+    def all_names(self) -> set[str]:
+        """Return the names of all tensors of the model that the adapter changes."""
+        return {*self.changed, *self.whole, *self.tokens}
+
     def find_text_model(self, model: HFDirectory) -> None:
         """Find out whether the files are of a model with images, and the adapter of its text."""
-        text, own = spec_of_text(model.config), {*self.changed, *self.whole}
+        text, own = spec_of_text(model.config), self.all_names
         if text is None or text.in_image_files is None:
             return
         of_text = {text.from_image_files(name) for name in model.shapes} - model.shapes.keys()
@@ -132,6 +142,23 @@ class _Adapter:
                     for part in layout.parts_of(name):
                         in_model = self._renamed.get(part.name, part.name)
                         self.experts[in_model] = part, layout[name].shape[0], factors
+
+    def rows_of_tokens(
+        self, target: str, shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids [k] and rows [k, H] that take the places of rows of a tensor."""
+        given = self.config.trainable_token_indices
+        if isinstance(given, dict):
+            module = target.removesuffix(".weight")
+            given = next((ids for name, ids in given.items() if module.endswith(name)), None)
+        rows = self.file.read(self.tokens[target])
+        if given is None or rows.shape != (len(given), *shape[1:]) or max(given) >= shape[0]:
+            raise CheckpointError(
+                f"{self.file.path}: the rows of tokens of {target} are {tuple(rows.shape)}, of "
+                f"trainable_token_indices={given}, but the model's tensor is {shape}. Where its "
+                "vocabulary was resized, merge with PEFT"
+            )
+        return torch.tensor(given), rows
 
     def _scale(self, target: str, r: int) -> float:
         """Return what the product of the factors of a target is multiplied by, as PEFT has it."""
@@ -225,8 +252,8 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )
-        replaced, merged = own.whole.keys() - own.changed.keys(), len(own.changed)
-        return Merged(len(model.shapes), merged, len(replaced), num_bytes)
+        replaced, merged = own.whole.keys() - own.changed.keys(), {*own.changed, *own.tokens}
+        return Merged(len(model.shapes), len(merged), len(replaced), num_bytes)
 
 
 def _opener(folder: Path) -> Callable[[str], SafetensorsFile]:
@@ -249,12 +276,14 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     if own.of_text is not None:
         config = config["text_config"] | config
     served = own.of_text or config.get("model_type") in SPECS
-    if served and {*own.factors, *own.whole} - {own.named(name) for name in model.shapes}:
+    if served and {*own.factors, *own.whole, *own.tokens} - {
+        own.named(name) for name in model.shapes
+    }:
         plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
         own.find_in_files(layout_of(plain, spec_for(plain), tp_size=1))
     shapes = {own.named(name): each for name, each in model.shapes.items()}
     dtypes = {own.named(name): each for name, each in model.dtypes.items()}
-    missing = sorted({*own.changed, *own.whole} - shapes.keys())
+    missing = sorted(own.all_names - shapes.keys())
     if missing:
         raise CheckpointError(
             f"{own.file.path}: {model.path} has no {first_few(missing)}, which the adapter "
@@ -287,6 +316,9 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"into {name} would change both; untie them first"
             )
         own.rows_added(name, shapes[name], torch.float32)
+    for name in own.tokens:
+        own.rows_of_tokens(name, shapes[name])
+    for name in {*own.changed, *own.tokens}:
         if not dtypes[name].is_floating_point:
             raise CheckpointError(f"{model.path}: {name} is of {dtypes[name]}, not floating")
 
@@ -305,9 +337,15 @@ def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[to
     there, name = (own.file, own.whole[named]) if named in own.whole else (file, spec.name)
     wide = torch.promote_types(spec.dtype, torch.float32)
     added = own.rows_added(named, spec.shape, wide) if named in own.changed else None
+    tokens = own.rows_of_tokens(named, spec.shape) if named in own.tokens else None
     start = 0
     for rows in rows_of(there, name, spec.shape):
+        stop = start + len(rows)
         if added is not None:
-            stop = start + len(rows)
-            rows, start = rows.to(wide) + added(start, stop), stop
+            rows = rows.to(wide) + added(start, stop)
+        if tokens is not None:
+            ids, values = tokens
+            here = (ids >= start) & (ids < stop)
+            rows = rows.index_copy(0, ids[here] - start, values[here].to(rows.dtype))
+        start = stop
         yield rows.to(spec.dtype)

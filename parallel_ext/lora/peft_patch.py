@@ -5,12 +5,12 @@ from __future__ import annotations
 import peft
 import peft.optimizers
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import hotswap, save_and_load
+from peft.utils import TrainableTokensWrapper, hotswap, save_and_load
 from torch import nn
 
 from parallel_ext.checkpoint.source import register_source
 from parallel_ext.interplay.refusals import Refusal, Where, register
-from parallel_ext.lora import files, inject, merge
+from parallel_ext.lora import files, inject, merge, tokens
 from parallel_ext.lora.checkpoint_source import adapter_contents
 from parallel_ext.lora.config import LoraConfig
 from parallel_ext.nn.extended import extend
@@ -46,6 +46,7 @@ def extend_peft() -> None:
     extend(peft.PeftModel.__init__, inject.start_model)
     extend(BaseTuner.__init__, inject.start_tuner)
     extend(peft.LoraModel.inject_adapter, inject.inject_adapter)
+    extend(TrainableTokensWrapper.init_modules, tokens.put_inside)
     extend(peft.PeftModel.get_nb_trainable_parameters, inject.count_parameters)
     extend(peft.PeftModel.save_pretrained, files.save_pretrained)
     extend(peft.PeftModel.load_adapter, files.load_adapter)

@@ -94,6 +94,7 @@ class LossCall:
         self,
         head: VocabParallelHead | TiedHead,
         hidden: torch.Tensor,
+        weight: torch.Tensor,
         adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Keep a head and its hidden states for the loss, and return the latter.
@@ -101,10 +102,11 @@ class LossCall:
         Args:
             head: with blocks where there is an adapter.
             hidden: [..., H].
+            weight: [R, H], what the head multiplies by; in ZeRO there for its forward alone.
             adapter: [..., R] and this rank's rows [.., R], whose product is added to the logits.
         """
         self._head, self._hidden, self._adapter = head, hidden, adapter
-        self._weights = head.weight, head.bias  # in ZeRO there for the head's forward alone
+        self._weights = weight, head.bias
         return hidden
 
     def loss(

@@ -21,6 +21,7 @@ from parallel_ext.nn.sharded_module import (
     row_layouts,
     shard_of,
 )
+from parallel_ext.nn.trained_rows import TrainedRows, table_of
 from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
@@ -168,11 +169,11 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         super().set_layouts(layouts)
         self.num_embeddings, self.embedding_dim = layouts["weight"].shape
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, trained: TrainedRows | None = None) -> torch.Tensor:
         refuse_options(self, "this VocabParallelEmbedding")
-        tokens = self.tokens(input)
+        tokens, ids = self.tokens(input), input.long() if input.dtype == torch.int32 else input
         rows = ops.vocab_embedding(
-            input.long() if input.dtype == torch.int32 else input,
+            ids,
             self.weight,
             self.num_embeddings,
             self.vocab_range[0],
@@ -181,6 +182,12 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
             tokens=tokens,
             group=self.group,
         )
+        if trained is not None:
+            through = self.vocab_range
+            if tokens is not None:
+                first = sum(tokens[: self.group.rank])
+                ids, through = ids.narrow(-1, first, tokens[self.group.rank]), None
+            rows = trained.looked_up(ids, rows, through, self.padding_idx)
         return self.finished(rows, tokens)
 
     def tokens(self, ids: torch.Tensor) -> list[int] | None:
@@ -336,14 +343,14 @@ class VocabParallelHead(_RowsOfVocabulary):
             group=self.group,
         )
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, trained: TrainedRows | None = None) -> torch.Tensor:
         hidden = self.enter(input)
         call = current_loss_call()
         if call is not None and call.fused:
-            return call.hand_over(self, hidden)
+            return call.hand_over(self, hidden, table_of(self, trained))
         if self.blocks is None:
-            return self.leave(_own_logits(hidden, self.weight, self.bias, self.group))
-        return self.leave(self.in_blocks(hidden, self.weight))
+            return self.leave(_own_logits(hidden, self, self.bias, trained))
+        return self.leave(self.in_blocks(hidden, table_of(self, trained)))
 
     def in_blocks(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply a weight [R, K], this rank's rows, to a replicated [..., K] under px.Invariant.
@@ -391,12 +398,11 @@ class TiedHead(nn.Module):
         if name != "weight" or value is not self.tied_to.weight:  # which ties it once more
             super().__setattr__(name, value)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        call = current_loss_call()
+    def forward(self, input: torch.Tensor, trained: TrainedRows | None = None) -> torch.Tensor:
+        call, embedding = current_loss_call(), self.tied_to
         if call is not None and call.fused and self.bias is None:
-            return call.hand_over(self, input)
-        embedding = self.tied_to
-        own = _own_logits(input, self.weight, None, embedding.group)
+            return call.hand_over(self, input, table_of(embedding, trained))
+        own = _own_logits(input, embedding, None, trained)
         logits = ops.gather_from_region(own, embedding.sizes, embedding.group)
         return logits if self.bias is None else logits + self.bias
 
@@ -420,11 +426,21 @@ def _take_weight_of_head(
 
 
 def _own_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group
+    hidden: torch.Tensor,
+    rows: _RowsOfVocabulary,
+    bias: torch.Tensor | None,
+    trained: TrainedRows | None,
 ) -> torch.Tensor:
     """Return the logits [..., R] of this rank's rows, for replicated hidden states [..., H]."""
+    grad, weight = torch.is_grad_enabled(), rows.weight
+    if grad:
+        weight = table_of(rows, trained)
     row_stride = -(-len(weight) // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE
-    if row_stride == len(weight) and not torch.is_grad_enabled():
+    if row_stride == len(weight) and not grad:
         # It has less to do: decoding.
-        return functional.linear(hidden, weight, bias)
-    return ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=group)
+        logits = functional.linear(hidden, weight, bias)
+    else:
+        logits = ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=rows.group)
+    if grad or trained is None:
+        return logits
+    return trained.in_logits(logits, hidden, bias, rows.vocab_range[0])

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[Tiny | TinyMixtral | OfSpec, dict[str, Any]]] = {
         OfSpec("gemma4_text that shares keys", dtype=torch.float32, tied=True),
         {"target_modules": ["embed_tokens_per_layer", "q_proj"]},
     ),
+    "rows of tokens": (TINY, {"trainable_token_indices": {"embed_tokens": [9, 0], "lm_head": [4]}}),
+    "rows of tokens of tied ends": (
+        Tiny(dtype=torch.bfloat16, tied=True),
+        {"trainable_token_indices": [90, 0, 41]},
+    ),
     "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
 }
 if "granitemoe" not in KINDS:  # as transformers 5.15 has it

@@ -125,6 +125,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole ends and norm beside": ({"modules_to_save": ["lm_head", "embed_tokens", "norm"]}, {}),
     "head of a tied model": ({"target_modules": ["lm_head"]}, {"tied": True}),
     "embedding of a tied model": ({"target_modules": ["embed_tokens"]}, {"tied": True}),
+    "rows of tokens": ({"trainable_token_indices": [90, 0, 41]}, {}),
+    "rows of tokens, tied": ({"trainable_token_indices": [90, 0, 41]}, {"tied": True}),
+    "rows of both ends": (
+        {"trainable_token_indices": {"embed_tokens": [7, 2], "lm_head": [90, 3, 2]}},
+        {},
+    ),
     "other ranks for some": ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 4}}, {}),
 }
 
@@ -302,7 +308,6 @@ REFUSED = {
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "init_lora_weights=0": {"init_lora_weights": 0},
     "layer_replication=[(0, 2)]": {"layer_replication": [(0, 2)]},
-    "trainable_token_indices=[1]": {"trainable_token_indices": [1]},
     "target_parameters=['mlp.weight']": {"target_parameters": ["mlp.weight"]},
 }
 

@@ -96,6 +96,11 @@ CASES: dict[str, tuple[TinyMixtral, Layout, dict[str, Any]]] = {
         TWO_BATCHES,
         {},
     ),
+    "rows of tokens": (
+        TinyMixtral(num_experts=5, tied=True),
+        Layout(2, 2, 1),
+        {"trainable_token_indices": [30, 0, 11]},
+    ),
     "a head trained whole": (TINY, TWO_BATCHES, {"modules_to_save": ["lm_head"]}),
 }
 

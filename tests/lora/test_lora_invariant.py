@@ -56,6 +56,10 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
         Tiny(dtype=torch.bfloat16, tied=True),
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "mlp", "v_proj"]},
     ),
+    "rows of tokens": (
+        Tiny(dtype=torch.bfloat16, tied=True),
+        {"target_modules": ["q_proj"], "trainable_token_indices": [90, 0, 41]},
+    ),
     "joined": (
         OfSpec("phi3", dtype=torch.float32),
         {"lora_dropout": 0.1, "target_modules": "all-linear", "lora_bias": True},

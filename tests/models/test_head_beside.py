@@ -119,6 +119,10 @@ def test_it_trains_with_a_bias_as_in_one_process(layout: Layout) -> None:
 
 ADAPTERS = {
     "on the head": {"target_modules": rf"{OF_TEXT}|lm_head"},
+    "rows of tokens": {
+        "target_modules": OF_TEXT,
+        "trainable_token_indices": {"embed_tokens": [60, 2], "lm_head": [3, 1]},
+    },
     "a copy of the head": {"target_modules": OF_TEXT, "modules_to_save": ["lm_head"]},
 }
 

@@ -1,0 +1,158 @@
+"""Rows of tokens trained beside LoRA: PEFT's ``trainable_token_indices`` on a parallel model.
+
+Training at any layout, files and merges by ``parallel-ext merge`` are cases of the tests beside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import pool
+from reference import Tiny, assert_within, batch, mesh_of, parallel
+from reference_lora import (
+    FILE,
+    adapted,
+    check_life,
+    config,
+    logits_in_life,
+    logits_of,
+    plain,
+    with_adapter,
+)
+from reference_mixtral import Layout, TinyMixtral, training_differences
+from safetensors.torch import load_file
+
+import parallel_ext as px
+
+IDS = [30, 0, 11]  # 0 is the padding
+ROWS: dict[str, Any] = {"target_modules": ["k_proj"], "trainable_token_indices": IDS}
+BOTH_ENDS: dict[str, Any] = {
+    "target_modules": ["k_proj"],
+    "trainable_token_indices": {"embed_tokens": IDS, "lm_head": [3, 30]},
+}
+INPUTS = batch(Tiny().vocab_size)
+KINDS = {"tied": (Tiny(tied=True), ROWS), "untied": (Tiny(), ROWS), "ends": (Tiny(), BOTH_ENDS)}
+
+
+def _in_pieces_of_a_sequence(directory: Path, kind: str) -> dict[str, float]:
+    tiny, changes = KINDS[kind]
+    model = with_adapter(parallel(tiny.model(), mesh_of(), sequence_parallel=True), **changes)
+    model.save_pretrained(directory)
+    return training_differences(plain(directory, tiny), model, mesh_of(), tiny, 2)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("tied", 3), ("ends", 2)])
+def test_sequence_parallel_trains_as_peft(kind: str, tp: int, tmp_path: Path) -> None:
+    assert_within(pool(tp).run(_in_pieces_of_a_sequence, tmp_path, kind), 1e-9)
+
+
+def _in_stage_3(directory: Path, layout: Layout) -> dict[str, float]:
+    tiny = TinyMixtral(tied=True)
+    model = with_adapter(parallel(tiny.model(), layout.mesh()), **ROWS)
+    model.save_pretrained(directory)
+    reference = plain(directory, tiny)
+    px.data_parallel(model, layout.mesh(), 3)
+    return training_differences(reference, model, layout.mesh(), tiny, 2)
+
+
+def test_stage_3_trains_as_peft(tmp_path: Path) -> None:
+    layout = Layout(2, 2, 1)
+    assert_within(pool(layout.world).run(_in_stage_3, tmp_path, layout), 1e-9)
+
+
+# Files, merges.
+
+
+def _save(directory: Path, kind: str) -> None:
+    tiny, changes = KINDS[kind]
+    model = adapted(tiny, **changes, base_model_name_or_path="x")
+    model.save_pretrained(directory / "first")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter += 0.5
+    model.save_pretrained(directory / "second")
+
+
+def _live(directory: Path, kind: str) -> dict[str, torch.Tensor]:
+    return logits_in_life(parallel(KINDS[kind][0].model(), mesh_of()), directory, INPUTS)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_those_of_peft_and_merge_at_any_tp(kind: str, tmp_path: Path) -> None:
+    tiny, changes = KINDS[kind]
+    pool(2).run(_save, tmp_path, kind)
+    peft.get_peft_model(
+        tiny.model(), peft.LoraConfig(r=5, lora_alpha=7, **changes)
+    ).save_pretrained(tmp_path / "peft")
+    found, expected = (load_file(tmp_path / each / FILE) for each in ("first", "peft"))
+    assert found.keys() == expected.keys()
+    rows = [name for name in found if "trainable_tokens_delta" in name]
+    assert len(rows) == (2 if kind == "ends" else 1)
+    for name in rows:  # which begin as those of the table
+        assert torch.equal(found[name], expected[name])
+    logits = logits_of(plain(tmp_path / "second", tiny), INPUTS)
+    for life in pool(3).run(_live, tmp_path / "second", kind):
+        check_life(life, logits, biased=False)
+
+
+def _several(directory: Path) -> tuple[float, ...]:
+    """Differences from PEFT's with a second adapter, after the first is gone, and in a copy."""
+    model = adapted(Tiny(tied=True), **ROWS)
+    model.add_adapter("second", config(target_modules=["q_proj"], trainable_token_indices=[5, 0]))
+    model.save_pretrained(directory)
+    reference = plain(directory, Tiny(tied=True))
+    reference.load_adapter(directory / "second", "second", is_trainable=True)
+    found = []
+    for step in ("second", "default", "gone"):
+        for each in (model, reference):
+            if step == "gone":
+                each.delete_adapter("default")
+            each.set_adapter("second" if step == "gone" else step)
+        found.append((logits_of(model, INPUTS) - logits_of(reference, INPUTS)).abs().max().item())
+    return tuple(found)
+
+
+def test_several_adapters_have_rows_of_their_own(tmp_path: Path) -> None:
+    for differences in pool(2).run(_several, tmp_path):
+        assert max(differences) < 1e-9
+
+
+# What is refused.
+
+
+def _merge_one_end() -> None:
+    indices = {"lm_head": [5]}
+    model = adapted(Tiny(tied=True), target_modules=["k_proj"], trainable_token_indices=indices)
+    model.merge_and_unload()
+
+
+def _merge_twice_the_same() -> None:
+    model = adapted(**ROWS)
+    model.add_adapter("second", config(**ROWS))
+    model.base_model.merge_adapter(["default", "second"])
+
+
+def _add(indices: Any) -> None:
+    adapted(**{**ROWS, "trainable_token_indices": indices})
+
+
+REFUSED: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
+    "no id": (_add, ([101],), "ValueError", "must be ids in [0, 101), got 101"),
+    "negative": (_add, ([3, -1],), "ValueError", "got -1"),
+    "twice": (_add, ([3, 4, 3],), "ValueError", "name 3 more than once"),
+    "a projection": (_add, ({"q_proj": [1]},), "NotImplementedError", "a ColumnParallelLinear"),
+    "one end": (_merge_one_end, (), "ValueError", "embedding and head share this weight"),
+    "overlapping": (_merge_twice_the_same, (), "ValueError", "have rows of the same tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused(case: str) -> None:
+    function, arguments, error, words = REFUSED[case]
+    pool(2).assert_raises(function, *arguments, error=error, words=words)
