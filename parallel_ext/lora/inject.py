@@ -148,7 +148,7 @@ def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) ->
         targeted = config.target_modules and check_target_module_exists(config, path)
         if targeted or getattr(module, "scaling", None):
             ends.append(path)
-    if len(ends) > 1:
+    if len(ends) > 1 or (ends and config.ensure_weight_tying):
         raise ValueError(
             f"{op_name}: embedding and head ({' and '.join(ends)}) share one weight, and adapters "
             "on both ends cannot share it; target one of the two, or untie them"
@@ -160,14 +160,15 @@ def refuse_borrowed_weight(model: nn.Module, config: peft.LoraConfig, op_name: s
 
     PEFT's copy would have no weight, and nothing would be trained.
     """
-    kept = tuple(config.modules_to_save or ())
+    kept, ties = tuple(config.modules_to_save or ()), config.ensure_weight_tying
     for path, module in model.named_modules():
         if not isinstance(module, TiedHead):
             continue
         targeted = config.target_modules and check_target_module_exists(config, path)
-        if path.endswith(kept) or targeted:
+        if path.endswith(kept) or targeted or (kept and ties):
+            option = "target_modules" if targeted else "modules_to_save"
             raise NotImplementedError(
-                f"{op_name}: {'target_modules' if targeted else 'modules_to_save'} names {path}, "
+                f"{op_name}: {'ensure_weight_tying' if ties else option} names {path}, "
                 "whose weight is that of the embedding in the parallel decoder; leave it out, or "
                 "untie it before px.parallelize"
             )

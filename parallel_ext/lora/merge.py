@@ -166,7 +166,7 @@ def _merging(
                 if hasattr(module, "check_merge"):
                     module.check_merge(safe_merge, adapter_names, keep)
                 elif isinstance(module, ModulesToSaveWrapper):
-                    _refuse_kept_end(path, module)
+                    _refuse_kept_end(path, module, self.model)
 
         state.mesh.control.run_on_all(op_name, check)
         check_adapters(self.model, state, op_name)
@@ -207,12 +207,15 @@ def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     state.layout = replace(state.layout, tensors=tensors)
 
 
-def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
-    if getattr(module.original_module, "tied", False):
+def _refuse_kept_end(path: str, module: ModulesToSaveWrapper, model: nn.Module) -> None:
+    if not (getattr(module.original_module, "tied", False) and module.active_adapters):
+        return
+    kept = [each for each in model.modules() if isinstance(each, ModulesToSaveWrapper)]
+    if sum(getattr(each, "weight", None) is module.weight for each in kept) < 2:
         raise NotImplementedError(
             f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
             "head shared one weight when the model was made parallel; save the adapter and merge "
-            "it with PEFT in one process"
+            "it with PEFT in one process, or train with ensure_weight_tying=True"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import peft.optimizers
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import TrainableTokensWrapper, hotswap, save_and_load
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, hotswap, save_and_load
 from torch import nn
 
 from parallel_ext.checkpoint.source import register_source
@@ -47,6 +47,7 @@ def extend_peft() -> None:
     extend(BaseTuner.__init__, inject.start_tuner)
     extend(peft.LoraModel.inject_adapter, inject.inject_adapter)
     extend(TrainableTokensWrapper.init_modules, tokens.put_inside)
+    extend(ModulesToSaveWrapper.update, tokens.copy_to_save)
     extend(peft.PeftModel.get_nb_trainable_parameters, inject.count_parameters)
     extend(peft.PeftModel.save_pretrained, files.save_pretrained)
     extend(peft.PeftModel.load_adapter, files.load_adapter)

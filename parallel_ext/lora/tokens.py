@@ -13,7 +13,7 @@ import peft
 import torch
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
-from peft.utils import TrainableTokensWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 from parallel_ext import ops
@@ -88,7 +88,7 @@ class TokenRows(TrainableTokensLayer):
         ids, places = torch.tensor(token_indices, device=weight.device).sort()
         bounds = torch.tensor(table.vocab_range, device=weight.device)
         own = tuple(torch.searchsorted(ids, bounds).tolist())
-        self._index[adapter_name] = TrainedRows(ids, places, rows[:0], own)
+        self._index[adapter_name] = TrainedRows(ids, places, rows[:0], own, table.vocab_range[0])
 
     def _trained(self, adapter: str) -> TrainedRows:
         """Return the rows of an adapter for a forward."""
@@ -112,9 +112,9 @@ class TokenRows(TrainableTokensLayer):
 
     def get_merged_weights(self, active_adapters: list[str]) -> torch.Tensor:
         """Return this rank's rows of the table, [R, H], with those of the active adapter."""
-        weight, first = self._table.weight, self._table.vocab_range[0]
+        weight = self.weight
         for adapter in active_adapters:
-            weight = self._trained(adapter).in_table(weight, first)
+            weight = self._trained(adapter).in_table(weight)
         return weight
 
     def for_agreement(self) -> str:
@@ -228,3 +228,18 @@ def _refuse_rows(path: str, module: nn.Module, indices: list[int], op_name: str)
         raise ValueError(
             f"{op_name}: trainable_token_indices of {path} name {first_few(several)} more than once"
         )
+
+
+def copy_to_save(
+    plain: Callable[..., None],
+    self: ModulesToSaveWrapper,
+    adapter_name: str,
+    tied_module: nn.Module | None = None,
+    **kwargs: Any,
+) -> None:
+    """Extend ``ModulesToSaveWrapper.update``: tie a head to the copy of a parallel embedding."""
+    if not isinstance(tied_module, VocabParallelEmbedding):
+        plain(self, adapter_name, tied_module, **kwargs)
+        return
+    plain(self, adapter_name, **kwargs)
+    self.modules_to_save[adapter_name].weight = tied_module.weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from parallel_ext import ops
@@ -21,34 +20,38 @@ class TrainedRows(NamedTuple):
         values: [k, H], which every rank holds whole; a rank computes the part of their gradient
             that comes through its own rows, or its own tokens.
         own: which of ``ids``, as a range of indices, are rows of this rank.
+        first: the id of this rank's first row.
     """
 
     ids: torch.Tensor
     places: torch.Tensor
     values: torch.Tensor
     own: Range
+    first: int
 
     def to(self, device: torch.device) -> TrainedRows:
         """Return them with their indices on a device."""
         return self._replace(ids=self.ids.to(device), places=self.places.to(device))
 
-    def in_table(self, shard: torch.Tensor, first: int) -> torch.Tensor:
-        """Return this rank's rows [R, H] of the table, which begin at row ``first``, with these."""
+    def in_table(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows [R, H] of the table, with these among them."""
+        index, values = self._own_rows()
+        return shard.index_copy(0, index, values.to(shard.dtype))
+
+    def _own_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         own = slice(*self.own)
-        values = self.values.index_select(0, self.places[own]).to(shard.dtype)
-        return shard.index_copy(0, self.ids[own] - first, values)
+        return self.ids[own] - self.first, self.values.index_select(0, self.places[own])
 
     def in_logits(
-        self, logits: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor | None, first: int
+        self, logits: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return this rank's logits [..., R] of hidden states [..., H], with those of these rows.
 
         It copies no table, as decoding would for each token. Not for training.
         """
-        own = slice(*self.own)
-        index = self.ids[own] - first
-        values = self.values.index_select(0, self.places[own]).to(hidden.dtype)
-        added = functional.linear(hidden, values, None if bias is None else bias[index])
+        index, values = self._own_rows()
+        bias = None if bias is None else bias[index]
+        added = functional.linear(hidden, values.to(hidden.dtype), bias)
         return logits.index_copy(-1, index, added.to(logits.dtype))
 
     def looked_up(
@@ -81,8 +84,6 @@ class TrainedRows(NamedTuple):
         return torch.where(found, values, rows)
 
 
-def table_of(module: nn.Module, trained: TrainedRows | None) -> torch.Tensor:
-    """Return the rows [R, H] of an embedding or head, with those that are trained if there are."""
-    if trained is None:
-        return module.weight
-    return trained.in_table(module.weight, module.vocab_range[0])
+def with_rows(shard: torch.Tensor, trained: TrainedRows | None) -> torch.Tensor:
+    """Return this rank's rows [R, H] of a table, with those in their places that are trained."""
+    return shard if trained is None else trained.in_table(shard)

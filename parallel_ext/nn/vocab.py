@@ -21,7 +21,7 @@ from parallel_ext.nn.sharded_module import (
     row_layouts,
     shard_of,
 )
-from parallel_ext.nn.trained_rows import TrainedRows, table_of
+from parallel_ext.nn.trained_rows import TrainedRows, with_rows
 from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
@@ -347,10 +347,10 @@ class VocabParallelHead(_RowsOfVocabulary):
         hidden = self.enter(input)
         call = current_loss_call()
         if call is not None and call.fused:
-            return call.hand_over(self, hidden, table_of(self, trained))
+            return call.hand_over(self, hidden, with_rows(self.weight, trained))
         if self.blocks is None:
-            return self.leave(_own_logits(hidden, self, self.bias, trained))
-        return self.leave(self.in_blocks(hidden, table_of(self, trained)))
+            return self.leave(_own_logits(hidden, self.weight, self.bias, trained, self.group))
+        return self.leave(self.in_blocks(hidden, with_rows(self.weight, trained)))
 
     def in_blocks(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply a weight [R, K], this rank's rows, to a replicated [..., K] under px.Invariant.
@@ -401,8 +401,8 @@ class TiedHead(nn.Module):
     def forward(self, input: torch.Tensor, trained: TrainedRows | None = None) -> torch.Tensor:
         call, embedding = current_loss_call(), self.tied_to
         if call is not None and call.fused and self.bias is None:
-            return call.hand_over(self, input, table_of(embedding, trained))
-        own = _own_logits(input, embedding, None, trained)
+            return call.hand_over(self, input, with_rows(self.weight, trained))
+        own = _own_logits(input, self.weight, None, trained, embedding.group)
         logits = ops.gather_from_region(own, embedding.sizes, embedding.group)
         return logits if self.bias is None else logits + self.bias
 
@@ -427,20 +427,18 @@ def _take_weight_of_head(
 
 def _own_logits(
     hidden: torch.Tensor,
-    rows: _RowsOfVocabulary,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     trained: TrainedRows | None,
+    group: Group,
 ) -> torch.Tensor:
     """Return the logits [..., R] of this rank's rows, for replicated hidden states [..., H]."""
-    grad, weight = torch.is_grad_enabled(), rows.weight
-    if grad:
-        weight = table_of(rows, trained)
+    if torch.is_grad_enabled():
+        weight, trained = with_rows(weight, trained), None
     row_stride = -(-len(weight) // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE
-    if row_stride == len(weight) and not grad:
+    if row_stride == len(weight) and not torch.is_grad_enabled():
         # It has less to do: decoding.
         logits = functional.linear(hidden, weight, bias)
     else:
-        logits = ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=rows.group)
-    if grad or trained is None:
-        return logits
-    return trained.in_logits(logits, hidden, bias, rows.vocab_range[0])
+        logits = ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=group)
+    return logits if trained is None else trained.in_logits(logits, hidden, bias)

@@ -144,6 +144,14 @@ KINDS = {
         replace(LLAMA, tied=True),
         {"target_modules": ["k_proj"], "trainable_token_indices": [90, 0, 41]},
     ),
+    "copies that stay tied": Job(
+        replace(LLAMA, tied=True),
+        {
+            "target_modules": ["k_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
     "experts": Job(MIXTRAL, EXPERTS),
     "CogAgent": Job(None, COGAGENT),
     # whose tokens go two ways, so that only the masks of tp are those of one process
@@ -159,6 +167,8 @@ CHANGES: list[tuple[str, tuple[Layout, int | None], tuple[Layout, int | None]]] 
     ("tied", (Layout(2, 1, 1), 3), (Layout(1, 3, 1), None)),
     ("rows of tokens", (Layout(1, 2, 1), None), (Layout(2, 1, 1), 3)),
     ("rows of tokens", (Layout(2, 2, 1), 3), (Layout(1, 3, 1), None)),
+    ("copies that stay tied", (Layout(1, 2, 1), None), (Layout(2, 2, 1), 3)),
+    ("copies that stay tied", (Layout(2, 1, 1), 3), (Layout(1, 3, 1), None)),
     ("experts", (Layout(1, 2, 2), None), (Layout(2, 2, 4), 3)),
     ("experts", (Layout(2, 1, 2), 2), (Layout(1, 3, 3), None)),
     ("CogAgent", (Layout(1, 2, 1), None), (Layout(2, 1, 1), 2)),

@@ -127,6 +127,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "embedding of a tied model": ({"target_modules": ["embed_tokens"]}, {"tied": True}),
     "rows of tokens": ({"trainable_token_indices": [90, 0, 41]}, {}),
     "rows of tokens, tied": ({"trainable_token_indices": [90, 0, 41]}, {"tied": True}),
+    "whole ends that stay tied": (
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"tied": True},
+    ),
     "rows of both ends": (
         {"trainable_token_indices": {"embed_tokens": [7, 2], "lm_head": [90, 3, 2]}},
         {},
@@ -354,15 +358,17 @@ def _both_ends(how: str) -> None:
     try:
         if how == "at once":
             peft.get_peft_model(model, config(target_modules=names))
+        elif how == "kept tied":
+            peft.get_peft_model(model, config(target_modules=names[1:], ensure_weight_tying=True))
         else:
             model.add_adapter("second", config(target_modules=names[1:]))
     finally:
         assert not any("embed_tokens." in n and "lora" in n for n, _ in model.named_parameters())
-        if how == "at once":
+        if how != "one after the other":
             peft.get_peft_model(model, config(target_modules=names[1:]))
 
 
-@pytest.mark.parametrize("how", ["at once", "one after the other"])
+@pytest.mark.parametrize("how", ["at once", "kept tied", "one after the other"])
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 def test_adapters_on_both_ends_of_tied_weights_are_refused(how: str) -> None:
     words = "adapters on both ends cannot share it"

@@ -34,8 +34,18 @@ BOTH_ENDS: dict[str, Any] = {
     "target_modules": ["k_proj"],
     "trainable_token_indices": {"embed_tokens": IDS, "lm_head": [3, 30]},
 }
+TIED_COPIES: dict[str, Any] = {
+    "target_modules": ["k_proj"],
+    "modules_to_save": ["embed_tokens"],
+    "ensure_weight_tying": True,
+}
 INPUTS = batch(Tiny().vocab_size)
-KINDS = {"tied": (Tiny(tied=True), ROWS), "untied": (Tiny(), ROWS), "ends": (Tiny(), BOTH_ENDS)}
+KINDS = {
+    "tied": (Tiny(tied=True), ROWS),
+    "untied": (Tiny(), ROWS),
+    "ends": (Tiny(), BOTH_ENDS),
+    "copies": (Tiny(tied=True), TIED_COPIES),
+}
 
 
 def _in_pieces_of_a_sequence(directory: Path, kind: str) -> dict[str, float]:
@@ -50,18 +60,18 @@ def test_sequence_parallel_trains_as_peft(kind: str, tp: int, tmp_path: Path) ->
     assert_within(pool(tp).run(_in_pieces_of_a_sequence, tmp_path, kind), 1e-9)
 
 
-def _in_stage_3(directory: Path, layout: Layout) -> dict[str, float]:
-    tiny = TinyMixtral(tied=True)
-    model = with_adapter(parallel(tiny.model(), layout.mesh()), **ROWS)
+def _in_stage(directory: Path, changes: dict[str, Any], zero: int) -> dict[str, float]:
+    tiny, layout = TinyMixtral(tied=True), Layout(2, 2, 1)
+    model = with_adapter(parallel(tiny.model(), layout.mesh()), **changes)
     model.save_pretrained(directory)
     reference = plain(directory, tiny)
-    px.data_parallel(model, layout.mesh(), 3)
+    px.data_parallel(model, layout.mesh(), zero)
     return training_differences(reference, model, layout.mesh(), tiny, 2)
 
 
-def test_stage_3_trains_as_peft(tmp_path: Path) -> None:
-    layout = Layout(2, 2, 1)
-    assert_within(pool(layout.world).run(_in_stage_3, tmp_path, layout), 1e-9)
+@pytest.mark.parametrize(("changes", "zero"), [(ROWS, 3), (TIED_COPIES, 2), (TIED_COPIES, 3)])
+def test_stages_train_as_peft(tmp_path: Path, changes: dict[str, Any], zero: int) -> None:
+    assert_within(pool(4).run(_in_stage, tmp_path, changes, zero), 1e-9)
 
 
 # Files, merges.
@@ -73,7 +83,7 @@ def _save(directory: Path, kind: str) -> None:
     model.save_pretrained(directory / "first")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "trainable_tokens_delta" in name:
+            if "trainable_tokens_delta" in name or "modules_to_save" in name:
                 parameter += 0.5
     model.save_pretrained(directory / "second")
 
@@ -93,7 +103,7 @@ def test_files_are_those_of_peft_and_merge_at_any_tp(kind: str, tmp_path: Path) 
     found, expected = (load_file(tmp_path / each / FILE) for each in ("first", "peft"))
     assert found.keys() == expected.keys()
     rows = [name for name in found if "trainable_tokens_delta" in name]
-    assert len(rows) == (2 if kind == "ends" else 1)
+    assert len(rows) == {"ends": 2, "copies": 0}.get(kind, 1)
     for name in rows:  # which begin as those of the table
         assert torch.equal(found[name], expected[name])
     logits = logits_of(plain(tmp_path / "second", tiny), INPUTS)

@@ -123,6 +123,10 @@ ADAPTERS = {
         "target_modules": OF_TEXT,
         "trainable_token_indices": {"embed_tokens": [60, 2], "lm_head": [3, 1]},
     },
+    "rows of tokens of tied ends": {
+        "target_modules": OF_TEXT,
+        "trainable_token_indices": [60, 2, 1],
+    },
     "a copy of the head": {"target_modules": OF_TEXT, "modules_to_save": ["lm_head"]},
 }
 
@@ -130,7 +134,8 @@ ADAPTERS = {
 def _adapted(folder: str, layout: Layout, name: str) -> tuple[float, float, float]:
     """The largest differences of losses, of an adapter's files, and of the merged model."""
     mesh = layout.mesh()
-    reference, ours = tiny_model("llava"), tiny_model("llava")
+    kind = "tied llava" if "tied" in name else "llava"
+    reference, ours = tiny_model(kind), tiny_model(kind)
     px.parallelize(decoder_of(ours), mesh)
     options = {"r": 3, "lora_alpha": 7, "init_lora_weights": False, **ADAPTERS[name]}
     torch.manual_seed(7)

@@ -435,13 +435,17 @@ def _head_kept() -> list[str]:
     )
     assert trained.requires_grad
     on_head = px.LoraConfig(r=2, target_modules=["lm_head"])
-    return [refusal(lambda c=c: peft.get_peft_model(tied, c)) for c in (config, on_head)]
+    copies = px.LoraConfig(
+        r=2, target_modules=of_text, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
+    return [refusal(lambda c=c: peft.get_peft_model(tied, c)) for c in (config, on_head, copies)]
 
 
 def test_an_adapter_cannot_train_a_head_whose_weight_is_in_the_decoder() -> None:
     words = [
         "modules_to_save names lm_head, whose weight is that of the embedding",
         "target_modules names lm_head, whose weight is that of the embedding",
+        "ensure_weight_tying names lm_head, whose weight is that of the embedding",
     ]
     pool(2).assert_says(_head_kept, words=words)
 
