@@ -27,7 +27,13 @@ from parallel_ext.sharding.layout import TensorLayout, shard_along, shard_like
 
 
 class Adapted(Mergeable):
-    """The base of all modules with an adapter: PEFT's bookkeeping."""
+    """The base of all modules with an adapter: PEFT's bookkeeping.
+
+    Attributes:
+        reads_weights_inside: True: a forward reads weights of modules inside without a call of them.
+    """
+
+    reads_weights_inside = True
 
     def __init__(
         self,

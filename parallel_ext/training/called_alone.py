@@ -46,12 +46,18 @@ class CalledAlone:
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
         self._shards: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        for module in (each for path in ends for each in model.get_submodule(path).modules()):
+        modules = [each for path in ends for each in model.get_submodule(path).modules()]
+        for module in modules:
             shards = {n: p for n, p in own_parameters(module).items() if hasattr(p, "to_local")}
             for each in (module, *getattr(module, "tied_heads", ())) if shards else ():
                 self._shards[each] = shards
-                each.register_forward_pre_hook(self._gather)
-                each.register_forward_hook(self._drop, always_call=True)
+        self._read = {module: [module] for module in self._shards}
+        for module in modules:
+            if getattr(module, "reads_weights_inside", False):
+                self._read[module] = [each for each in module.modules() if each in self._shards]
+        for module in self._read:
+            module.register_forward_pre_hook(self._gather)
+            module.register_forward_hook(self._drop, always_call=True)
         for layer in list(model.get_submodule(layers))[:1]:
             layer.register_forward_pre_hook(self._check_in_model, prepend=True)
 
@@ -78,7 +84,13 @@ class CalledAlone:
                 "px.Invariant with several dp ranks does not serve a call of the embedding or the "
                 "head outside of the model; give the model input_ids"
             )
+        for each in self._read[module]:
+            self._gather_own(each)
+
+    def _gather_own(self, module: nn.Module) -> None:
         for attribute, shard in self._shards[module].items():
+            if attribute in vars(module):  # gathered for the module around it
+                continue
             if shard.requires_grad and any(gradient_hooks(shard)):
                 raise has_hooks(f"a {attribute}, of a module called outside of the model,")
             own = shard.detach()
@@ -89,8 +101,9 @@ class CalledAlone:
             vars(module)[attribute] = whole  # what stands in the instance is found first
 
     def _drop(self, module: nn.Module, *_: Any) -> None:
-        for attribute in self._shards[module]:
-            vars(module).pop(attribute, None)
+        for each in self._read[module]:
+            for attribute in self._shards[each]:
+                vars(each).pop(attribute, None)
 
     def _arrived(self, shard: nn.Parameter, whole: torch.Tensor) -> None:
         # FSDP may still be adding to the gradient of the shard.

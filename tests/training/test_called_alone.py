@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from ranks import pool
@@ -19,6 +20,9 @@ import parallel_ext as px
 TINY = Tiny(bias=True)
 WIDTH = 8 * TINY.heads
 EXACT = FLOOR[torch.float64]
+ADAPTER = peft.LoraConfig(
+    r=3, lora_alpha=5, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False
+)
 
 
 class WithImages(nn.Module):
@@ -52,6 +56,11 @@ def pair(kind: str, mesh: px.Mesh, zero: int, **options: Any) -> tuple[WithImage
     vars(ours.model).pop("_loss_function", None)  # that of one process, in fp64
     with quietly():
         px.parallelize(ours.model, mesh, **options)
+        if kind == "adapted":
+            for module in (reference, ours):
+                module.model = peft.get_peft_model(module.model, copy.deepcopy(ADAPTER))
+            drawn = peft.get_peft_model_state_dict(reference.model)
+            peft.set_peft_model_state_dict(ours.model, drawn)
         px.data_parallel(ours, mesh, zero)
     return reference, ours
 
@@ -103,6 +112,25 @@ def test_embeddings_in_front_of_the_model(kind: str, layout: Layout, zero: int) 
 )
 def test_frozen_models_and_several_batches(kind: str, how: str) -> None:
     assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, how)) <= EXACT
+
+
+def _adapted(layout: Layout, zero: int) -> float:
+    """What is merged after three steps of adapters on the embedding and the head."""
+    mesh = layout.mesh()
+    models = reference, ours = pair("adapted", mesh, zero)
+    for step in range(3):
+        for loss in batches(reference, ours, mesh, step):
+            loss.backward()
+        for model in models:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            torch.optim.SGD(trained, lr=0.1).step()
+            model.zero_grad()
+    return full_difference(*(model.model.merge_and_unload() for model in (ours, reference)))
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3)], ids=str)
+def test_adapters_of_the_embedding_and_the_head(layout: Layout, zero: int) -> None:
+    assert max(pool(layout.world).run(_adapted, layout, zero)) <= EXACT
 
 
 def _backward_twice(layout: Layout, zero: int) -> float:
