@@ -166,7 +166,7 @@ def _merging(
                 if hasattr(module, "check_merge"):
                     module.check_merge(safe_merge, adapter_names, keep)
                 elif isinstance(module, ModulesToSaveWrapper):
-                    _refuse_kept_end(path, module, self.model)
+                    _refuse_kept_end(op_name, path, module, self.model, merges=True)
 
         state.mesh.control.run_on_all(op_name, check)
         check_adapters(self.model, state, op_name)
@@ -187,8 +187,7 @@ def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     FSDP knows the original by its name, which then is what PEFT leaves of the two.
     """
     original = module.original_module
-    shared_out = any(hasattr(parameter, "to_local") for parameter in original.parameters())
-    if not (shared_out and module.active_adapters):
+    if not (_is_shared_out(original) and module.active_adapters):
         return
     trained = module.modules_to_save[module.active_adapter]
     for name, parameter in original.named_parameters():
@@ -207,13 +206,23 @@ def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     state.layout = replace(state.layout, tensors=tensors)
 
 
-def _refuse_kept_end(path: str, module: ModulesToSaveWrapper, model: nn.Module) -> None:
-    if not (getattr(module.original_module, "tied", False) and module.active_adapters):
-        return
+def _is_shared_out(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "to_local") for parameter in module.parameters())
+
+
+def _refuse_kept_end(
+    op_name: str, path: str, module: ModulesToSaveWrapper, model: nn.Module, merges: bool
+) -> None:
+    """Raise for one of two tied ends that was trained whole, which the other has no part in."""
+    original = module.original_module
+    tied = getattr(original, "tied", False)
+    taken_over = _is_shared_out(original) and module.active_adapters  # it would change both
     kept = [each for each in model.modules() if isinstance(each, ModulesToSaveWrapper)]
-    if sum(getattr(each, "weight", None) is module.weight for each in kept) < 2:
+    if sum(getattr(each, "weight", None) is module.weight for each in kept) > 1:
+        return  # by ensure_weight_tying
+    if (tied and merges) or (taken_over and (tied or getattr(original, "tied_heads", ()))):
         raise NotImplementedError(
-            f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
+            f"{op_name}: {path} was trained whole (modules_to_save), while embedding and "
             "head shared one weight when the model was made parallel; save the adapter and merge "
             "it with PEFT in one process, or train with ensure_weight_tying=True"
         )
@@ -232,6 +241,13 @@ def unload(plain: Callable[..., Any], self: peft.LoraModel) -> Any:
     """Extend ``LoraModel.unload``: what was trained whole stays, as in PEFT, also over dp ranks."""
     state = parallel_state(self.model)
     if state is not None:
+
+        def check() -> None:
+            for path, module in self.model.named_modules():
+                if isinstance(module, ModulesToSaveWrapper):
+                    _refuse_kept_end("unload", path, module, self.model, merges=False)
+
+        state.mesh.control.run_on_all("unload", check)
         _take_over_all(self.model, state)
     return plain(self)
 

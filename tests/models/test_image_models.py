@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import difference, refusal
+from reference import Tiny, difference, refusal
 from reference_images import (
     DECODERS,
     EAGER,
@@ -465,6 +465,28 @@ def _merged_embedding(folder: str) -> list[str]:
 def test_files_do_not_lose_a_head_whose_embedding_an_adapter_has_replaced(tmp_path: Path) -> None:
     words = ["lm_head has the weight of an embedding that is in the model no more"] * 2
     pool(2).assert_says(_merged_embedding, str(tmp_path / "merged"), words=words)
+
+
+def _replaced_over_dp(ends: str) -> list[str]:
+    """What is said where the trained embedding would be written into the one that a head has."""
+    mesh, found = Layout(2, 1, 1).mesh(), []
+    for action in ("unload", "merge_and_unload"):
+        plain = tiny_model("tied llava") if ends == "around" else Tiny(tied=True).model()
+        vars(plain).pop("_loss_function", None)
+        ours = px.parallelize(plain, mesh)
+        targets = {"target_modules": r".*layers\.\d+\.self_attn\.o_proj"}
+        config = px.LoraConfig(r=2, **targets, modules_to_save=["embed_tokens"])
+        adapted = px.data_parallel(peft.get_peft_model(ours, config), mesh)
+        found.append(refusal(getattr(adapted, action)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.parametrize("ends", ["around", "inside"])
+def test_a_tied_head_is_not_trained_with_an_embedding_that_replaces_its_own(ends: str) -> None:
+    words = [f"{name}: .* was trained whole" for name in ("unload", "merging adapters")]
+    for texts in pool(2).run(_replaced_over_dp, ends):
+        assert all(re.search(each, text) for each, text in zip(words, texts, strict=True)), texts
 
 
 def _loaded_plain() -> tuple[float, str]:
