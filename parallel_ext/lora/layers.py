@@ -30,7 +30,7 @@ class Adapted(Mergeable):
     """The base of all modules with an adapter: PEFT's bookkeeping.
 
     Attributes:
-        reads_weights_inside: True: a forward reads weights of modules inside without a call of them.
+        reads_weights_inside: True, since a forward reads weights of modules that it does not call.
     """
 
     reads_weights_inside = True

@@ -218,8 +218,8 @@ def _refuse_kept_end(
     tied = getattr(original, "tied", False)
     taken_over = _is_shared_out(original) and module.active_adapters  # it would change both
     kept = [each for each in model.modules() if isinstance(each, ModulesToSaveWrapper)]
-    if sum(getattr(each, "weight", None) is module.weight for each in kept) > 1:
-        return  # by ensure_weight_tying
+    if tied and sum(getattr(each, "weight", None) is module.weight for each in kept) > 1:
+        return  # the copies of both ends are tied, too
     if (tied and merges) or (taken_over and (tied or getattr(original, "tied_heads", ()))):
         raise NotImplementedError(
             f"{op_name}: {path} was trained whole (modules_to_save), while embedding and "

@@ -7,6 +7,7 @@ model every rank holds that whole, and of the table its rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -35,6 +36,8 @@ class TokenRows(TrainableTokensLayer):
     The bookkeeping is PEFT's. Of a head that is tied to the embedding ``tied_adapter`` is the layer
     around that, which holds the values for both.
     """
+
+    reads_weights_inside = True
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class TokenRows(TrainableTokensLayer):
         index = holder._index[adapter] = holder._index[adapter].to(table.weight.device)
         name = delta.layouts[adapter].name
         values = for_use(delta[adapter], name, table.group, holder._table.partials)
-        return index._replace(values=values)
+        return replace(index, values=values)
 
     def forward_adapters(
         self, x: torch.Tensor, active_adapters: list[str], *args: Any, **kwargs: Any

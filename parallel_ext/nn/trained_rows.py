@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -11,7 +11,8 @@ from parallel_ext import ops
 from parallel_ext.ops.group import Range
 
 
-class TrainedRows(NamedTuple):
+@dataclass(frozen=True)
+class TrainedRows:
     """Values that take the places of some rows of a table [V, H] in a forward.
 
     Attributes:
@@ -31,7 +32,7 @@ class TrainedRows(NamedTuple):
 
     def to(self, device: torch.device) -> TrainedRows:
         """Return them with their indices on a device."""
-        return self._replace(ids=self.ids.to(device), places=self.places.to(device))
+        return replace(self, ids=self.ids.to(device), places=self.places.to(device))
 
     def in_table(self, shard: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows [R, H] of the table, with these among them."""

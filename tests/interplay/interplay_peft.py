@@ -125,7 +125,7 @@ def other_tuners(trial: Trial) -> None:
 )
 def other_options(trial: Trial) -> None:
     options = [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"layer_replication": [(0, 1)]}]
-    options += [{"trainable_token_indices": [1]}, {"init_lora_weights": "eva"}]
+    options += [{"init_lora_weights": "eva"}]
     for each in options:
         config = peft.LoraConfig(target_modules=["q_proj"], **each)
         adapt = partial(peft.get_peft_model, trial.model, config)

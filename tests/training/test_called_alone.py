@@ -20,9 +20,15 @@ import parallel_ext as px
 TINY = Tiny(bias=True)
 WIDTH = 8 * TINY.heads
 EXACT = FLOOR[torch.float64]
-ADAPTER = peft.LoraConfig(
-    r=3, lora_alpha=5, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False
-)
+LORA = {"r": 3, "lora_alpha": 5, "init_lora_weights": False}
+ADAPTERS = {
+    "adapted": peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], **LORA),
+    "rows of tokens": peft.LoraConfig(
+        target_modules=["q_proj"],
+        trainable_token_indices={"embed_tokens": [90, 3], "lm_head": [7, 2]},
+        **LORA,
+    ),
+}
 
 
 class WithImages(nn.Module):
@@ -56,9 +62,9 @@ def pair(kind: str, mesh: px.Mesh, zero: int, **options: Any) -> tuple[WithImage
     vars(ours.model).pop("_loss_function", None)  # that of one process, in fp64
     with quietly():
         px.parallelize(ours.model, mesh, **options)
-        if kind == "adapted":
+        if kind in ADAPTERS:
             for module in (reference, ours):
-                module.model = peft.get_peft_model(module.model, copy.deepcopy(ADAPTER))
+                module.model = peft.get_peft_model(module.model, copy.deepcopy(ADAPTERS[kind]))
             drawn = peft.get_peft_model_state_dict(reference.model)
             peft.set_peft_model_state_dict(ours.model, drawn)
         px.data_parallel(ours, mesh, zero)
@@ -114,10 +120,10 @@ def test_frozen_models_and_several_batches(kind: str, how: str) -> None:
     assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, how)) <= EXACT
 
 
-def _adapted(layout: Layout, zero: int) -> float:
+def _adapted(kind: str, layout: Layout, zero: int) -> float:
     """What is merged after three steps of adapters on the embedding and the head."""
     mesh = layout.mesh()
-    models = reference, ours = pair("adapted", mesh, zero)
+    models = reference, ours = pair(kind, mesh, zero)
     for step in range(3):
         for loss in batches(reference, ours, mesh, step):
             loss.backward()
@@ -129,8 +135,9 @@ def _adapted(layout: Layout, zero: int) -> float:
 
 
 @pytest.mark.parametrize(("layout", "zero"), [(Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3)], ids=str)
-def test_adapters_of_the_embedding_and_the_head(layout: Layout, zero: int) -> None:
-    assert max(pool(layout.world).run(_adapted, layout, zero)) <= EXACT
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_the_embedding_and_the_head(kind: str, layout: Layout, zero: int) -> None:
+    assert max(pool(layout.world).run(_adapted, kind, layout, zero)) <= EXACT
 
 
 def _backward_twice(layout: Layout, zero: int) -> float:
