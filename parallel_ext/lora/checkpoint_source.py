@@ -34,7 +34,7 @@ from parallel_ext.sharding.slices import local_part
 # Fields of a configuration that decide the function of the factors, beside names and shapes.
 _FUNCTION = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    "trainable_token_indices",
+    *("use_dora", "trainable_token_indices"),
 )
 
 

@@ -11,7 +11,7 @@ import peft
 # Everything else must be as PEFT's default.
 _SUPPORTED = {
     *("r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern"),
-    *("lora_dropout", "bias", "lora_bias", "modules_to_save"),
+    *("use_dora", "lora_dropout", "bias", "lora_bias", "modules_to_save"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "trainable_token_indices", "ensure_weight_tying"),
     *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode"),

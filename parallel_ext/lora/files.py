@@ -50,7 +50,7 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
 _ADAPTERS = {
     *LoraLayer.adapter_layer_names,
     *TrainableTokensLayer.adapter_layer_names,
-    "modules_to_save",
+    *("lora_magnitude_vector", "modules_to_save"),
 }
 
 

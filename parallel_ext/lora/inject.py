@@ -221,6 +221,25 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -
             )
 
 
+def refuse_dora(
+    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
+) -> None:
+    """Refuse DoRA on anything but linears that are sharded by rows or columns."""
+    if not config.use_dora:
+        return
+    if state.invariant is not None:
+        raise NotImplementedError(f"{op_name}: px.Invariant does not serve use_dora=True")
+    if config.target_parameters:
+        raise NotImplementedError(f"{op_name}: use_dora=True does not go with target_parameters")
+    for path, module in model.named_modules():
+        base = module.get_base_layer() if isinstance(module, Mergeable) else module
+        ends = isinstance(base, (VocabParallelEmbedding, VocabParallelHead))
+        if ends and config.target_modules and check_target_module_exists(config, path):
+            raise NotImplementedError(
+                f"{op_name}: use_dora=True on {path} is not supported; target linears of the layers"
+            )
+
+
 LAYERS = {
     ColumnParallelLinear: AdaptedLinear,
     RowParallelLinear: AdaptedLinear,
@@ -315,6 +334,7 @@ def inject_adapter(
         refuse_both_ends(model, config, op_name)
         refuse_borrowed_weight(model, config, op_name)
         refuse_tokens(model, config, op_name)
+        refuse_dora(model, config, op_name, state)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)
@@ -363,4 +383,6 @@ def add_weighted_adapter(
             f"add_weighted_adapter(combination_type={combination_type!r}) at "
             f"tp={state.mesh.tp_size} needs whole factors; use {' or '.join(_COMBINABLE)}"
         )
+    if state is not None and any(self.peft_config[name].use_dora for name in adapters):
+        raise NotImplementedError("add_weighted_adapter does not combine adapters of DoRA")
     return plain(self, adapters, weights, adapter_name, combination_type, *args, **kwargs)

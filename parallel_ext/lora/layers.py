@@ -13,7 +13,8 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.lora._peft_private import move_to_base
-from parallel_ext.lora.merge import Mergeable
+from parallel_ext.lora.dora import Magnitude, row_norms
+from parallel_ext.lora.merge import Mergeable, rows_here
 from parallel_ext.lora.seeds import draw_by_name, key_of
 from parallel_ext.nn.blocks import replicated_linear
 from parallel_ext.nn.forward_counter import ForwardCounter
@@ -24,6 +25,7 @@ from parallel_ext.nn.region import entered
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, shard_along, shard_like
+from parallel_ext.sharding.slices import local_part
 
 
 class Adapted(Mergeable):
@@ -68,7 +70,7 @@ class Adapted(Mergeable):
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name] = config.use_rslora
-        self.use_dora[adapter_name] = False
+        self.use_dora[adapter_name] = config.use_dora
         self.lora_bias[adapter_name] = config.lora_bias
         self._mask_keys[adapter_name] = key_of(f"{target_name} {adapter_name} dropout")
         self.lora_dropout[adapter_name] = (
@@ -164,6 +166,18 @@ class AdaptedLinear(Adapted):
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
         self._draw_factors(config, r, (factor_a, factor_b))
+        if config.use_dora:
+            if not self.lora_magnitude_vector:
+                self.adapter_layer_names = (*self.adapter_layer_names, "lora_magnitude_vector")
+            name = f"{target}.lora_magnitude_vector.{adapter}.weight"
+            lengths = self._row_norms(adapter, base.weight.detach()).to(base.weight.dtype)
+            self.lora_magnitude_vector[adapter] = Magnitude(
+                shard_like(layout_b, name, (base.out_features,)), lengths, base.group
+            )
+
+    def _row_norms(self, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+        factor_a, factor_b = self._factor_pair(adapter)
+        return row_norms(self.get_base_layer(), weight, factor_a, factor_b, self.scaling[adapter])
 
     def _dropout(self, adapter: str, x: torch.Tensor) -> ops.Dropout | None:
         """Return the dropout of the adapter's input in the current forward; None without one."""
@@ -180,7 +194,42 @@ class AdaptedLinear(Adapted):
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
+        if any(self.use_dora[name] for name in active):
+            return self._with_lengths(x, active)
         return self._product(x, *base.for_use(), active, base.summed_over)
+
+    def _with_lengths(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
+        """Compute the output with an adapter of DoRA."""
+        if len(active) > 1:
+            raise NotImplementedError(
+                f"{', '.join(active)} together are not supported, since one is of DoRA; activate "
+                "one at a time by set_adapter"
+            )
+        (name,), base = active, self.get_base_layer()
+        weight, bias = base.for_use()
+        factor_a, factor_b, _ = factors_for_use(base, self.lora_A[name], self.lora_B[name])
+        dropped = self._dropped(name, x)
+        output = ops.lora_linear(dropped, weight, factor_a, factor_b, scale=self.scaling[name])
+        factor = self.lora_magnitude_vector[name].over(self._row_norms(name, weight), base)
+        output = (output * factor).to(output.dtype)
+        if dropped is not x:  # dropout is the adapter's alone: the base has the rest of its input
+            output = output + nn.functional.linear(x - dropped, weight)
+        if base.summed_over.size > 1:
+            output = ops.reduce_from_region(output, base.summed_over)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def _written(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
+        if not any(self.use_dora[name] for name in names):
+            return super()._written(names, safe_merge)
+        (name,), base = names, self.get_base_layer()
+        weight = base.weight.detach()
+        factor_a, factor_b = (local_part(each.detach()) for each in self._factor_pair(name))
+        lengths = local_part(self.lora_magnitude_vector[name].weight.detach())
+        factor_b, lengths = rows_here(factor_b, weight), rows_here(lengths, weight)
+        norms = row_norms(base, local_part(weight), factor_a, factor_b, self.scaling[name])
+        merged = local_part(weight) + rows_here(self._delta(name), weight)
+        merged *= (lengths / norms).unsqueeze(1)
+        return {"weight": merged.to(weight.dtype)}
 
     def _product(
         self,

@@ -77,6 +77,12 @@ class Mergeable(nn.Module, LoraLayer):
             )
         if any(self.lora_bias[name] for name in names) and base.bias is None:
             raise RuntimeError("lora_bias=True cannot be merged into a base without a bias")
+        together = [*names, *self.merged_adapters]
+        if names and len(together) > 1 and any(self.use_dora[name] for name in together):
+            raise NotImplementedError(
+                f"merging {', '.join(together)} together is not supported, since one is of DoRA; "
+                "merge one of them"
+            )
         if safe_merge and names:
             self._merged(names, safe_merge)
 
@@ -110,8 +116,12 @@ class Mergeable(nn.Module, LoraLayer):
         names = self.here(check_adapters_to_merge(self, adapter_names))
         if not names:
             return
-        self._kept.replace(self.get_base_layer(), self._merged(names, safe_merge), keep)
+        self._kept.replace(self.get_base_layer(), self._written(names, safe_merge), keep)
         self.merged_adapters += names
+
+    def _written(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
+        """Return the base's parameters after a merge."""
+        return self._merged(names, safe_merge)
 
     def unmerge(self) -> None:
         """Put the base back, bit for bit.

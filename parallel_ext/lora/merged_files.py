@@ -37,6 +37,7 @@ _FACTORS = {  # ends of names in an adapter's file -> what they are of which par
     ".lora_A.weight": ("a", ".weight"),
     ".lora_B.weight": ("b", ".weight"),
     ".lora_B.bias": ("bias", ".bias"),
+    ".lora_magnitude_vector": ("lengths", ".weight"),
     ".lora_embedding_A": ("embedding a", ".weight"),
     ".lora_embedding_B": ("embedding b", ".weight"),
 }
@@ -143,6 +144,18 @@ class _Adapter:
                         in_model = self._renamed.get(part.name, part.name)
                         self.experts[in_model] = part, layout[name].shape[0], factors
 
+    def lengths_of(self, target: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the lengths that the rows of a tensor get with an adapter of DoRA, else None."""
+        if (name := self.factors.get(target, {}).get("lengths")) is None:
+            return None
+        lengths = self.file.read(name)
+        if lengths.shape != shape[:1]:
+            raise CheckpointError(
+                f"{self.file.path}: {name} is of shape {tuple(lengths.shape)}, but the model's "
+                f"tensor of {shape}"
+            )
+        return lengths
+
     def rows_of_tokens(
         self, target: str, shape: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +206,8 @@ class _Adapter:
     def _of_module(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two factors whose product is added to a tensor of a module; a bias is a column."""
         module = target.rpartition(".")[0]
-        found = {kind: self.file.read(name).to(wide) for kind, name in self.factors[target].items()}
+        names = self.factors[target].items()
+        found = {k: self.file.read(name).to(wide) for k, name in names if k != "lengths"}
         beside = self.factors.get(f"{module}.weight", {})
         if target.endswith(".bias") and "a" in beside:
             rank = self.file.tensors[beside["a"]].shape[0]
@@ -316,6 +330,7 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"into {name} would change both; untie them first"
             )
         own.rows_added(name, shapes[name], torch.float32)
+        own.lengths_of(name, shapes[name])
     for name in own.tokens:
         own.rows_of_tokens(name, shapes[name])
     for name in {*own.changed, *own.tokens}:
@@ -337,12 +352,15 @@ def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[to
     there, name = (own.file, own.whole[named]) if named in own.whole else (file, spec.name)
     wide = torch.promote_types(spec.dtype, torch.float32)
     added = own.rows_added(named, spec.shape, wide) if named in own.changed else None
+    lengths = own.lengths_of(named, spec.shape)
     tokens = own.rows_of_tokens(named, spec.shape) if named in own.tokens else None
     start = 0
     for rows in rows_of(there, name, spec.shape):
         stop = start + len(rows)
         if added is not None:
             rows = rows.to(wide) + added(start, stop)
+        if lengths is not None:
+            rows *= (lengths[start:stop].to(wide) / rows.norm(dim=1)).unsqueeze(1)
         if tokens is not None:
             ids, values = tokens
             here = (ids >= start) & (ids < stop)

@@ -27,6 +27,8 @@ from parallel_ext.training.fsdp_collectives import exchange_by
 from parallel_ext.training.fsdp_parameters import FSDPParameters
 from parallel_ext.training.gradients_of_inputs import GradientsOfInputs
 
+_OF_ADAPTERS = (".lora_", ".trainable_tokens_delta.")
+
 
 def shard_over_dp(model: nn.Module, state: ParallelState, zero: int) -> None:
     """Let FSDP shard a parallel model over its dp ranks, experts over the edp ranks.
@@ -121,7 +123,7 @@ def _averaged(
 ) -> dict[str, nn.Parameter]:
     """Return the parameters that stay whole, and whose gradients are averaged.
 
-    Those of adapters, but for experts, of which other dp ranks may have others; a frozen factor,
+    Those of adapters, but for experts, of which other dp ranks may have others; a frozen one,
     known by its name in PEFT, may be trained later. And those of a mixture itself, as AFMoE's
     correction of scores, which may have another dtype than all that is in it.
     """
@@ -138,7 +140,7 @@ def _averaged(
         for name, parameter in parameters.items()
         if id(parameter) in of_mixtures
         or (state.adapted and id(parameter) not in experts)
-        and (parameter.requires_grad or ".lora_" in f".{name}")
+        and (parameter.requires_grad or any(part in f".{name}" for part in _OF_ADAPTERS))
     }
 
 

@@ -144,6 +144,7 @@ KINDS = {
         replace(LLAMA, tied=True),
         {"target_modules": ["k_proj"], "trainable_token_indices": [90, 0, 41]},
     ),
+    "DoRA": Job(changes={**LINEARS, "use_dora": True}),
     "copies that stay tied": Job(
         replace(LLAMA, tied=True),
         {
@@ -169,6 +170,8 @@ CHANGES: list[tuple[str, tuple[Layout, int | None], tuple[Layout, int | None]]] 
     ("rows of tokens", (Layout(2, 2, 1), 3), (Layout(1, 3, 1), None)),
     ("copies that stay tied", (Layout(1, 2, 1), None), (Layout(2, 2, 1), 3)),
     ("copies that stay tied", (Layout(2, 1, 1), 3), (Layout(1, 3, 1), None)),
+    ("DoRA", (Layout(1, 2, 1), None), (Layout(2, 2, 1), 3)),
+    ("DoRA", (Layout(2, 1, 1), 2), (Layout(1, 3, 1), None)),
     ("experts", (Layout(1, 2, 2), None), (Layout(2, 2, 4), 3)),
     ("experts", (Layout(2, 1, 2), 2), (Layout(1, 3, 3), None)),
     ("CogAgent", (Layout(1, 2, 1), None), (Layout(2, 1, 1), 2)),

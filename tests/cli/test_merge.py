@@ -71,6 +71,8 @@ CASES: dict[str, tuple[Tiny | TinyMixtral | OfSpec, dict[str, Any]]] = {
         OfSpec("gemma4_text that shares keys", dtype=torch.float32, tied=True),
         {"target_modules": ["embed_tokens_per_layer", "q_proj"]},
     ),
+    "DoRA": (TINY, {"use_dora": True, "use_rslora": True}),
+    "DoRA in bf16": (Tiny(dtype=torch.bfloat16), {"use_dora": True}),
     "rows of tokens": (TINY, {"trainable_token_indices": {"embed_tokens": [9, 0], "lm_head": [4]}}),
     "rows of tokens of tied ends": (
         Tiny(dtype=torch.bfloat16, tied=True),

@@ -125,6 +125,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole ends and norm beside": ({"modules_to_save": ["lm_head", "embed_tokens", "norm"]}, {}),
     "head of a tied model": ({"target_modules": ["lm_head"]}, {"tied": True}),
     "embedding of a tied model": ({"target_modules": ["embed_tokens"]}, {"tied": True}),
+    "DoRA": ({"use_dora": True}, {}),
+    "DoRA with dropout and biases": (
+        {"use_dora": True, "lora_dropout": 0.3, "bias": "lora_only", "use_rslora": True},
+        {"heads": 8, "key_value_heads": 2},
+    ),
     "rows of tokens": ({"trainable_token_indices": [90, 0, 41]}, {}),
     "rows of tokens, tied": ({"trainable_token_indices": [90, 0, 41]}, {"tied": True}),
     "whole ends that stay tied": (
@@ -308,7 +313,6 @@ def test_a_step_sends_one_sum_more_than_that_of_the_base(tmp_path: Path, tp: int
 
 
 REFUSED = {
-    "use_dora=True": {"use_dora": True},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "init_lora_weights=0": {"init_lora_weights": 0},
     "layer_replication=[(0, 2)]": {"layer_replication": [(0, 2)]},
