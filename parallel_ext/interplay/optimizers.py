@@ -13,8 +13,7 @@ from torch import nn
 from parallel_ext.distributed.control import world
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
-from parallel_ext.parallel.holders import Holders
-from parallel_ext.parallel.owners import Owned, owners_in
+from parallel_ext.parallel.owners import Owned, models_held_with, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.optimizer_layouts import layout_of_state
@@ -177,7 +176,7 @@ def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
     owners = owners_in(optimizer)
     compared.update(owners)
     beside = [p for p in others if id(p) not in owners]
-    models = [owned.model for owned in owners.values()] or _models_beside(beside)
+    models = [owned.model for owned in owners.values()] or models_held_with(beside)
     if not models:
         compared.update(map(id, beside))
     if not models or not beside:
@@ -203,16 +202,6 @@ def _require_equal(
         advice="give px.data_parallel the module that holds the model and them, which averages "
         "them, or average them yourself; tp ranks need the same inputs and random states",
     )
-
-
-def _models_beside(parameters: list[torch.Tensor]) -> list[nn.Module]:
-    """Return the parallel models in modules that also hold some parameters of no parallel model."""
-    ids, holders = {id(parameter) for parameter in parameters}, Holders()
-    return [
-        model
-        for model in parallel_models()
-        if any(id(p) in ids for each in holders.around(model) for p in each.parameters())
-    ]
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from parallel_ext.parallel.compare import check_replicas
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
-from parallel_ext.parallel.owners import owned_by, owners_of
+from parallel_ext.parallel.owners import models_held_with, owned_by, owners_of
 from parallel_ext.parallel.state import (
     copies_of,
     is_parallel,
@@ -26,7 +26,6 @@ from parallel_ext.parallel.state import (
     parallel_models,
     state_of,
 )
-from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.training.data_parallel import average_beside, data_parallel
 
 _holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves others join
@@ -69,22 +68,12 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
     for model in models:
         train_together(model)
     if beside := [each for each in tensors if id(each) not in owners]:
-        _train_beside(beside, models or _held_with(beside) or parallel_models(), name)
+        _train_beside(beside, models or models_held_with(beside) or parallel_models(), name)
     of_models = {  # data_parallel has replaced some
         (owned.model, owned.name): owned.parameter for model in models for owned in owned_by(model)
     }
     now = {key: of_models[owned.model, owned.name] for key, owned in owners.items()}
     return [_exchanged(each, now) for each in params]
-
-
-def _held_with(parameters: list[torch.Tensor]) -> list[nn.Module]:
-    """Return the parallel models that are in one module with some of these parameters."""
-    holders, wanted = Holders(), {id(each) for each in parameters}
-    return [
-        model
-        for model in parallel_models()
-        if any(holds_any(holder, wanted) for holder in holders.around(model))
-    ]
 
 
 def _train_beside(parameters: list[torch.Tensor], models: list[nn.Module], name: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.head_beside import shards_beside, with_head
+from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.sharding.layout import TensorLayout
@@ -84,6 +85,16 @@ def owners_in(optimizer: torch.optim.Optimizer | None) -> dict[int, Owned]:
     """Find which parameters of an optimizer are of parallel models, as :func:`owners_of` does."""
     groups = [] if optimizer is None else optimizer.param_groups
     return owners_of(parameter for group in groups for parameter in group["params"])
+
+
+def models_held_with(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
+    """Return the parallel models that are in one module with some parameters beside them."""
+    holders, wanted = Holders(), {id(each) for each in parameters}
+    return [
+        model
+        for model in parallel_models()
+        if any(holds_any(holder, wanted) for holder in holders.around(model))
+    ]
 
 
 def owner_of_memory(tensor: torch.Tensor) -> Owned | None:
