@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_in, owners_of
 from parallel_ext.parallel.state import parallel_models, state_of
-from parallel_ext.sharding.slices import local_part
-from parallel_ext.training.grad_scaler import unscale_on_all_ranks
+from parallel_ext.sharding._torch_private import unscale_all
+from parallel_ext.sharding.slices import from_each_rank, local_part
 from parallel_ext.training.gradients import LaidOut, scale_to_norm, total_norm
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -126,19 +127,51 @@ def unscale_grads_(
     plain: Callable[..., Any],
     self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
-    *args: Any,
-    **kwargs: Any,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Extend ``torch.amp.GradScaler`` so that an overflow on one rank counts on all ranks."""
+    """Extend ``torch.amp.GradScaler`` so that an overflow on one rank counts on all ranks.
+
+    All of torch's methods call it, also for optimizers that unscale in their own kernel. Every rank
+    calls it.
+
+    Returns:
+        The device -> 1 if a gradient of any rank is not finite, else 0.
+
+    Raises:
+        NotImplementedError: the optimizer trains models on several meshes.
+        ValueError: gradients are in fp16.
+        DisagreementError: the ranks' scales differ; on all ranks.
+    """
     meshes = {owned.mesh for owned in owners_in(optimizer).values()}
     if not meshes:
-        return plain(self, optimizer, *args, **kwargs)
+        return plain(self, optimizer, inv_scale, found_inf, allow_fp16)
     if len(meshes) > 1:
         raise NotImplementedError(
             "GradScaler: an optimizer of models on several meshes is not supported; build one "
             "optimizer for each"
         )
-    return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args, **kwargs)
+    mesh = meshes.pop()
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    if torch.float16 in by_dtype and not allow_fp16:
+        raise ValueError(
+            "GradScaler: gradients in fp16 cannot be unscaled without loss; keep the "
+            "parameters in fp32 and compute in fp16 by torch.autocast"
+        )
+    for gradients in by_dtype.values():
+        unscale_all(gradients, found_inf, inv_scale)
+    mesh.control.barrier("GradScaler.unscale_")
+    advice = "make the scaler equal on all ranks, and load the same state"
+    require_equal(mesh.control, "GradScaler", {"the scale": self.get_scale()}, advice=advice)
+    for group in (mesh.tp, mesh.dp):
+        found_inf = from_each_rank(found_inf, group).amax(0)
+    return {found_inf.device: found_inf}
 
 
 def backward(
