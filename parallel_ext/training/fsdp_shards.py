@@ -76,8 +76,9 @@ def shard_over_dp(model: nn.Module, state: ParallelState, zero: int) -> None:
     _record(model, state, before, copy_sizes, empty.keys() - averaged.keys())
     state.fsdp_gradients, gathered = FSDPGradients(model, collectives), FSDPParameters(model)
     model.before_reshard = gathered.before_reshard
-    model.register_forward_pre_hook(_BeforeForward(state, gathered), prepend=True)
-    model.register_forward_hook(_AfterForward(state, gathered))  # around FSDP's own
+    around = _AroundForward(state, gathered)
+    model.register_forward_pre_hook(around.before, prepend=True)
+    model.register_forward_hook(around.after)
     if state.partials is not None:
         for module in model.modules():
             if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
@@ -187,18 +188,19 @@ def _record(
     state.layout = replace(layout, tensors=tensors)
 
 
-class _BeforeForward:
-    """A forward pre-hook that lets training continue from whatever the last step has left.
-
-    After a backward has raised FSDP would wait for its end, and reduce no more gradients.
-    What it has gathered for a forward that no backward followed, it would take for the weights.
-    """
+class _AroundForward:
+    """Hooks around those of FSDP, for what a step leaves behind, and what stands in between."""
 
     def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
-        self._state, self._parameters = state, parameters
+        self._state, self._parameters, self._remembered = state, parameters, False
 
     @disable_compiler
-    def __call__(self, model: nn.Module, args: object) -> None:
+    def before(self, model: nn.Module, args: object) -> None:
+        """Let training continue from whatever the last step has left.
+
+        After a backward has raised FSDP would wait for its end, and reduce no more gradients.
+        What it has gathered for a forward that no backward followed, it would take for the weights.
+        """
         if self._state.fsdp_gradients.backward_broke_off():
             self._state.fsdp_gradients.reset()
         if torch.is_grad_enabled():
@@ -208,19 +210,13 @@ class _BeforeForward:
             self._parameters.before_forward()
         self._parameters.make_room()
 
-
-class _AfterForward:
-    """A forward hook that keeps an optimizer from training what FSDP has gathered.
-
-    With stage 2, and for the root always, FSDP leaves gathered parameters in the place of the
-    shards until backward, where an optimizer that is built then would find them.
-    """
-
-    def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
-        self._state, self._parameters, self._remembered = state, parameters, False
-
     @disable_compiler
-    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+    def after(self, model: nn.Module, args: object, output: object) -> None:
+        """Keep an optimizer from training what FSDP has gathered.
+
+        With stage 2, and for the root always, FSDP leaves gathered parameters in the place of the
+        shards until backward, where an optimizer that is built then would find them.
+        """
         if not self._remembered:
             self._remembered = True
             reason = "was built between forward and backward, and holds what FSDP had gathered"
