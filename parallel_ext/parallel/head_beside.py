@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -16,14 +15,13 @@ from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.nn.sharded_module import does_more, row_layouts
 from parallel_ext.nn.stale_parameters import watch_replaced
 from parallel_ext.nn.vocab import VocabParallelHead
+from parallel_ext.parallel.beside import Beside, parameters_beside, whole_and_shards
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import shard_of
 from parallel_ext.parallel.state import own_state
 from parallel_ext.sharding._torch_private import gradient_hooks
 from parallel_ext.sharding.digests import content_digest
-from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.named_shards import named_shards
 
 _NAME = "parallel_ext_head_beside"
 _around: WeakKeyDictionary[nn.Module, list[ReferenceType[nn.Module]]] = WeakKeyDictionary()
@@ -145,17 +143,10 @@ def with_head(model: nn.Module) -> nn.Module:
     return next((each for each in models if getattr(each, _NAME).of_head), model)
 
 
-def shards_beside(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
-    """Yield the parameters beside a parallel model that the head sharded with it has, as shards.
+def shards_beside(model: nn.Module) -> Beside:
+    """Return this rank's shards of the head beside a parallel model, by name in what holds it.
 
-    So are those of an adapter on that head, and of a copy of it that an adapter trains.
-
-    Yields:
-        The name in the model that holds the head, this rank's shard, and the layout.
+    Those of an adapter on that head are among them, and of a copy of it that an adapter trains.
     """
-    if (around := with_head(model)) is model:
-        return
-    inside = {id(parameter) for parameter in model.parameters()}
-    for name, parameter, layout in named_shards(around):
-        if id(parameter) not in inside and not layout.is_replicated:
-            yield name, parameter, layout
+    around = with_head(model)
+    return {} if around is model else whole_and_shards(parameters_beside(around))[1]

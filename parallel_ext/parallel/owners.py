@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -46,7 +45,9 @@ class Owned(NamedTuple):
 
 def owned_by(model: nn.Module) -> Iterator[Owned]:
     """Iterate over the parameters of a parallel model, tied ones once; then over its head's."""
-    for name, parameter, layout in chain(named_shards(model), shards_beside(model)):
+    for name, parameter, layout in named_shards(model):
+        yield Owned(name, parameter, layout, model)
+    for name, (parameter, layout) in shards_beside(model).items():
         yield Owned(name, parameter, layout, model)
 
 

@@ -96,9 +96,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     whole, shards = whole_and_shards(beside)
     average_beside(whole, mesh, state.partials, "data_parallel")  # it raises where they differ
     if mesh.dp_size > 1 and state.partials is not None:
-        of_head = (each for _, each, _ in shards_beside(own))
-        sharded = (*(each for each, _ in shards.values()), *of_head)
-        state.partials.average_beside(dict.fromkeys(sharded), mesh.dp)
+        sharded = (*shards.values(), *shards_beside(own).values())
+        state.partials.average_beside(dict.fromkeys(each for each, _ in sharded), mesh.dp)
     if mesh.dp_size > 1 and state.zero is None:
         plain_class = type(own)
         with called_by_this_package():
