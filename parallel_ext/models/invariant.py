@@ -45,7 +45,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
     ``names`` are those of the model's parameters.
     """
     attention, mlp = spec.attention, spec.mlp
-    chooses = any(isinstance(each, MixtureNames) for each in spec.sublayers(names).values())
+    chooses = bool(spec.mixtures(names))
     low_ranks = any(each.in_parts for each in spec.regions)
     missing = {
         "no output head": spec.head is None,

@@ -226,6 +226,11 @@ class ModelSpec:
                     found[path] = region
         return found
 
+    def mixtures(self, names: Collection[str]) -> dict[str, MixtureNames]:
+        """Map the path of every mixture of experts to the names of its modules."""
+        found = self.sublayers(names).items()
+        return {path: each for path, each in found if isinstance(each, MixtureNames)}
+
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the paths of all modules that are replaced or given a hook."""
         in_sublayers = (

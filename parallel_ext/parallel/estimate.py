@@ -20,7 +20,6 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.stream import share_out
 from parallel_ext.models import own_model_type
-from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.configuration import other_class, parameters_on_meta, type_of_text
@@ -148,8 +147,7 @@ class Planner:
         if len(self._layers) == 0:
             raise ValueError("a model without layers cannot be planned")
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
-        sublayers = self._spec.sublayers(dict(self._plain.named_parameters()))
-        self._has_experts = any(isinstance(each, MixtureNames) for each in sublayers.values())
+        self._has_experts = bool(self._spec.mixtures(dict(self._plain.named_parameters())))
         self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
         self._known: KnownOps = {}
 

@@ -22,7 +22,6 @@ from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_in_step, gather_state_dict
 from parallel_ext.models import SPECS
 from parallel_ext.models._transformers_private import ignored_in_files, kept_in_fp32
-from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.beside import (
     beginnings_inside,
     check_equal_beside,
@@ -37,7 +36,7 @@ from parallel_ext.parallel.configuration import build_on_meta, configurations, n
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
-from parallel_ext.parallel.state import ParallelState, state_of
+from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.validate import decoder_in
 from parallel_ext.sharding._torch_private import without_wrappers
 from parallel_ext.sharding.digests import content_digest
@@ -228,7 +227,8 @@ def _check(
             warn_user(f"{directory.path}: the first {number} of {there} layers are loaded")
     if vocab_size is not None:
         directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
-    mixtures = _mixtures(state, prefix)
+    of_model = state.spec.mixtures(state.layout).items()
+    mixtures = {f"{prefix}{path}": names for path, names in of_model}
     directory.transpose(
         (
             f"{at}.{mixture.experts}.{name}"
@@ -252,14 +252,6 @@ def _check(
         part.name for name in found for part in layout.parts_of(name)
     }
     directory.check(replace(in_files, buffers=made_by_model), state.spec.vocabulary)
-
-
-def _mixtures(state: ParallelState, prefix: str) -> dict[str, MixtureNames]:
-    """Map the paths of the mixtures in a model to their names."""
-    sublayers = state.spec.sublayers(state.layout.keys())
-    return {
-        f"{prefix}{at}": each for at, each in sublayers.items() if isinstance(each, MixtureNames)
-    }
 
 
 def _check_equal(

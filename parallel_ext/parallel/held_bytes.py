@@ -12,7 +12,6 @@ from functools import cached_property
 from torch import nn
 
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, box_shape
 from parallel_ext.sharding.named_shards import named_shards
@@ -78,9 +77,7 @@ class Held:
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
-            f"{path}.{sublayer.experts}."
-            for path, sublayer in spec.sublayers(layout).items()
-            if isinstance(sublayer, MixtureNames)
+            f"{path}.{mixture.experts}." for path, mixture in spec.mixtures(layout).items()
         )
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()

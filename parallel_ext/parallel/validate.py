@@ -13,7 +13,6 @@ from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.models import OWN, PUBLISHED, SPECS, own_model_type, why_unserved
 from parallel_ext.models._transformers_private import is_input_hook, is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.sharded_module import does_more
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.nn.vocab import refuse_options
@@ -304,9 +303,8 @@ def dropouts_of(model: nn.Module) -> dict[str, float]:
 
 def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:
     """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
-    mixture, sublayers = spec.mixture, spec.sublayers(dict(model.named_parameters()))
-    paths = [path for path, sublayer in sublayers.items() if isinstance(sublayer, MixtureNames)]
-    if mixture is None or not paths:
+    mixture, paths = spec.mixture, spec.mixtures(dict(model.named_parameters()))
+    if not paths:
         if mesh.ep_size > 1:
             raise ValueError(
                 f"parallelize: the mesh has ep={mesh.ep_size}, but no layer of this "
