@@ -14,13 +14,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.distributed.mesh import Mesh

@@ -19,13 +19,7 @@ from parallel_ext.parallel.extending import called_by_this_package, is_called_by
 from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.owners import models_held_with, owned_by, owners_of
-from parallel_ext.parallel.state import (
-    copies_of,
-    is_parallel,
-    model_of,
-    parallel_models,
-    state_of,
-)
+from parallel_ext.parallel.state import copies_of, is_parallel, model_of, parallel_models, state_of
 from parallel_ext.training.data_parallel import average_beside, data_parallel
 
 _holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves others join

@@ -10,12 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.errors import (
-    CheckpointError,
-    check_positive,
-    first_few,
-    warn_user,
-)
+from parallel_ext.distributed.errors import CheckpointError, check_positive, first_few, warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.io.hf_reader import HFDirectory

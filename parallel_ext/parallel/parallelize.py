@@ -12,10 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.errors import warn_user
 from parallel_ext.distributed.mesh import Mesh, given_or_last
-from parallel_ext.models._transformers_private import (
-    is_input_hook,
-    let_keys_size_static_caches,
-)
+from parallel_ext.models._transformers_private import is_input_hook, let_keys_size_static_caches
 from parallel_ext.nn.hook_numbers import numbered_by_module
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.beside import tell_labels
