@@ -87,11 +87,7 @@ def adopt(model: object, place: str) -> None:
     """Make a plain model parallel, in place, if it is one that px.patch serves; else do nothing.
 
     Copies of it become parallel with it, such as one that is to hold the average of its weights.
-    Every rank comes here, with equal weights.
-
-    Args:
-        model: anything.
-        place: the call that trains it, for errors.
+    Every rank comes here, with equal weights. ``place`` is the call that trains it, for errors.
 
     Raises:
         RuntimeError: it has gradients, which its new parameters would lack.
@@ -143,7 +139,6 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
 
     Args:
         tensors: parameters that an optimizer is given; in one order on all ranks.
-        place: as for :func:`adopt`.
 
     Returns:
         ``id`` of a parameter of such a model before -> the parameter in its place.
@@ -182,14 +177,8 @@ def _place_beside(
 ) -> tuple[int, int] | None:
     """Return where a model stands among those with none of some parameters, by which ranks sort.
 
-    Args:
-        model: a plain one.
-        around: the modules that hold it.
-        numbers: ``id`` of a parameter -> which it is.
-
-    Returns:
-        The first parameter in a module around the model, and the place of the model there; None if
-        no such module has one.
+    That is the first parameter in a module ``around`` the model, by the ``numbers`` of their ids,
+    and the place of the model there; None if no such module has one.
     """
     places = []
     for holder in around:

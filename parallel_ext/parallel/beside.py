@@ -91,8 +91,7 @@ def tell_labels(module: nn.Module) -> None:
 def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name: str) -> None:
     """Raise unless all ranks hold the same parameters beside a parallel model; every rank calls it.
 
-    Raises:
-        DisagreementError: they differ, as where each rank has drawn its own; names one.
+    They differ where each rank has drawn its own.
     """
     require_equal(
         mesh.control,
@@ -123,16 +122,9 @@ def tied_beside(module: nn.Module) -> dict[str, str]:
 
 
 def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
-    """Return the layout of a module around one parallel model, by the names of the module.
+    """Return the layout of a module that holds one parallel model, or is it, by its own names.
 
-    Every rank has what is beside that model.
-
-    Args:
-        module: it holds one parallel model, or is it.
-        inside: that model's layout.
-
-    Raises:
-        ValueError: the embedding to which a head is tied was replaced.
+    Every rank has what is beside that model, whose layout is ``inside``.
     """
     (prefix,) = beginnings_inside(module)
     if not prefix:

@@ -89,9 +89,7 @@ class CarriedOptimizer:
     def reshard(self, name: str, resharded: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move the states of a parameter to the ranks that will have its rows.
 
-        Args:
-            name: of the parameter.
-            resharded: makes the new shard of the old one; called on all ranks.
+        ``resharded`` makes the new shard of the old one; it is called on all ranks.
         """
         parameter = self._parameters[name]
         states = self._optimizer.state.get(parameter, {})

@@ -206,8 +206,6 @@ def build_on_meta(
     """Build the unfilled model: parameters on meta, buffers real, weights tied as configured.
 
     Args:
-        directory: whose configuration it is.
-        config: from :func:`configurations`.
         attn_implementation: as in HuggingFace; None for its choice.
         dtype: in which the class makes its buffers; None for that of the configuration.
 

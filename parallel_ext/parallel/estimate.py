@@ -185,11 +185,7 @@ class Planner:
             yield from ((tp, ep) for ep in (sides if self._has_experts else [1]))
 
     def estimate(self, world: int, tp: int, ep: int, step: Step) -> Estimate:
-        """Estimate a step on ``world`` ranks, of which ``tp`` and ``ep`` are divisors.
-
-        Raises:
-            ValueError: the model cannot be sharded so.
-        """
+        """Estimate a step on ``world`` ranks; raise a ValueError where they cannot share it."""
         total = len(self._layers)
         few = _FEW if self._equal_layers else total
         with self._only(few):  # all that is decided below is the same for all layers

@@ -10,11 +10,7 @@ _extensions: list[Callable[[], None]] = []
 
 
 def register_extension(extension: Callable[[], None]) -> None:
-    """Add a function that each ``px.parallelize`` calls first, to extend other packages.
-
-    Args:
-        extension: may be called any number of times.
-    """
+    """Add a function to extend other packages, which each ``px.parallelize`` calls first."""
     if extension not in _extensions:
         _extensions.append(extension)
 

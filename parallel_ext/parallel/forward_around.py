@@ -65,12 +65,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @disable_compiler
 def _begin(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
-    """Check a forward that begins, and return how its loss is computed, as :func:`_loss_call`.
-
-    Raises:
-        RuntimeError: the class's forward was replaced, and may read the rows of this rank.
-        ValueError: the call has options of the loss of a causal model.
-    """
+    """Check a forward that begins, and return how its loss is computed, as :func:`_loss_call`."""
     if not _is_of_class(type(model).forward) and _holds_rows(model):
         raise _replaced(model, type(model).forward)
     if options := [name for name in LOSS_OPTIONS if name in arguments]:
@@ -91,9 +86,6 @@ def refuse_replaced_around(decoder: nn.Module, state: ParallelState) -> None:
 
     Such as Liger's or TRL's, which take this rank's rows of the output head for all of it. One that
     wraps ours, and says so by ``functools.wraps`` or has called it, may stand there.
-
-    Raises:
-        RuntimeError: such a forward stands in a model around this decoder.
     """
     ran, state.forward_around_ran = state.forward_around_ran, False
     for model in () if ran else known_around(decoder):
@@ -105,11 +97,7 @@ def refuse_replaced_around(decoder: nn.Module, state: ParallelState) -> None:
 def refuse_tied_to_replaced(heads: list[tuple[nn.Module, str]]) -> None:
     """Raise where a forward that is not transformers' may read the rows of a tied output head.
 
-    Args:
-        heads: what holds each, and under which name.
-
-    Raises:
-        ValueError: the forward of a class of transformers, or of an instance, was replaced.
+    ``heads`` are those of :func:`heads_tied_to`.
     """
     for model, _ in heads:
         if type(model).__module__.startswith("transformers.") and not _is_of_class(model.forward):

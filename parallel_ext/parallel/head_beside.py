@@ -28,12 +28,7 @@ _around: WeakKeyDictionary[nn.Module, list[ReferenceType[nn.Module]]] = WeakKeyD
 
 
 class PlainHead(NamedTuple):
-    """A plain output head beside a decoder.
-
-    Attributes:
-        model: that the head and the decoder are parts of.
-        path: of the head there.
-    """
+    """A plain output head beside a decoder: the model that holds both, and its path there."""
 
     model: transformers.PreTrainedModel
     path: str
@@ -76,10 +71,6 @@ def plain_head_of(models: list[transformers.PreTrainedModel], vocab_size: int) -
 
     One with hooks, without a row for each id, or whose weight is used elsewhere too, as that of an
     embedding, stays whole on every rank.
-
-    Args:
-        models: of :func:`models_around`.
-        vocab_size: the rows of the decoder's embedding.
     """
     found: dict[nn.Module, PlainHead] = {}
     for model in models:

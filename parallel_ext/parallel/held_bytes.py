@@ -150,7 +150,6 @@ class Held:
         """Return how many bytes a rank holds.
 
         Args:
-            rank: of the job.
             sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
             layers: count what is in the layers, too.
             adapter: count only the adapter, or only what is not; None for both.

@@ -19,10 +19,7 @@ def modules_in_process(kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
 
 
 def _children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield each module of this process that another one holds: the holder, its name, and itself.
-
-    A module need not know of what holds it.
-    """
+    """Yield the modules that others in this process hold: the holder, its name, and itself."""
     for each in modules_in_process():
         if "_modules" in vars(each):
             for name, child in own_modules(each).items():
@@ -53,14 +50,9 @@ class Holders:
 
 
 def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str]]:
-    """Return the output layers outside of a decoder that have its embedding's weight.
+    """Return the output layers outside of a decoder that have the weight of its ``embedding``.
 
-    Args:
-        model: without a head, and not parallel yet.
-        embedding: its path.
-
-    Returns:
-        What holds each of them, and under which name.
+    That is, what holds each of them, and under which name.
     """
     weight = model.get_submodule(embedding).weight
     return [

@@ -66,7 +66,6 @@ class Agreement:
     """The comparison of what the tp ranks are about to do with a model.
 
     Args:
-        mesh: the ranks.
         vocab_size: V; ids are checked against it before any collective.
         deferred: leave the values on the device and compare them one call later, so that nothing
             waits for it. Shapes, dtypes and modes are always compared at once.
@@ -98,8 +97,7 @@ class Agreement:
         """Raise the same error on all tp ranks unless they agree and their ids are valid.
 
         Args:
-            op_name: the call, for messages.
-            arguments: its arguments by name; tensors are compared by dtype, shape and values.
+            arguments: those of the call by name; tensors are compared by dtype, shape and values.
             mode: whatever else must be equal, for example "train, grad".
             trained: a model of whose parameters one more is compared in each call.
 

@@ -136,10 +136,8 @@ def remember(target: Any, copied: Key = ()) -> Key:
 def arrive(place: str) -> None:
     """Join the saves of other ranks, if any, before this rank enters a collective of all ranks.
 
-    Every rank of the job comes here, or saves. Without ``px.patch`` it does nothing.
-
-    Args:
-        place: the call, for errors.
+    Every rank of the job comes here, or saves. Without ``px.patch`` it does nothing. ``place`` is
+    the call, for errors.
     """
     for meetings in _meetings:
         while not meetings.are_met and meetings.meet(place, None):
@@ -170,10 +168,7 @@ def call_together(
         target: what :func:`remember` was given.
         method: of ``target``, which does what ``run`` does.
         args, kwargs: of ``method``; the first is a directory.
-        run: the call on this rank.
-
-    Returns:
-        What ``run`` returns.
+        run: the call on this rank, whose value is returned.
 
     Raises:
         NotImplementedError: other ranks are at another place, and cannot join.

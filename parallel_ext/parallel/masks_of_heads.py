@@ -29,9 +29,6 @@ def refuse_masks_of_heads(mask: Any) -> None:
     Args:
         mask: what a forward was given: a tensor, a ``BlockMask``, or a dict of them by kind of
             layer.
-
-    Raises:
-        NotImplementedError: it differs by head.
     """
     if isinstance(mask, Mapping):
         for each in mask.values():

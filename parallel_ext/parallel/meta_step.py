@@ -59,14 +59,9 @@ KnownOps = dict[Any, KnownOp]
 
 @dataclass(frozen=True)
 class Summed:
-    """A parameter whose gradient is summed in the end.
+    """A parameter whose gradient is summed in the end: how many elements of which bytes it has."""
 
-    Attributes:
-        name: logical.
-        numel, itemsize: its elements, and the bytes of one.
-    """
-
-    name: str
+    name: str  # logical
     numel: int
     itemsize: int
 
@@ -237,8 +232,6 @@ def run_step(
 
     Args:
         model: with every parameter on meta.
-        layers: path of its layers.
-        rows, tokens: of the batch.
         checkpointing: whether layers are recomputed in backward.
         autocast: the dtype in which the forward computes under ``torch.autocast``; None without.
         known: of other steps; added to.

@@ -58,11 +58,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def generate_by(plain: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run ``plain(model, ...)``, which generates, as :func:`generate` does.
-
-    Args:
-        model: a parallel model, or of a class of transformers around one.
-    """
+    """Run ``plain(model, ...)`` as :func:`generate` does, of a parallel model or one around it."""
     state = state_of(model)
     if state.forwards_together:
         kwargs["synced_gpus"] = True

@@ -48,12 +48,7 @@ _WHY_NOT = {
 def check_options(
     own: Callable[..., Any], handed_on: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options for ``handed_on``, without those that change nothing.
-
-    Args:
-        own: the function that was called.
-        handed_on: the function that is to have its options.
-        options: by name.
+    """Return the options of a call of ``own`` that ``handed_on`` takes; others change nothing.
 
     Raises:
         TypeError: there is no such option, or not here, and why.
@@ -86,8 +81,7 @@ def dtype_of(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
     """Return the dtype that an option or its older name means; None where the files decide.
 
     Args:
-        dtype: a dtype, its name such as ``"bfloat16"``, ``"auto"``, or None.
-        torch_dtype: the same, for those who still write so.
+        dtype, torch_dtype: a dtype, its name such as ``"bfloat16"``, ``"auto"``, or None.
 
     Raises:
         ValueError: it is nothing of these, no dtype of parameters, or the two differ.
@@ -123,8 +117,6 @@ def local_directory(source: str | os.PathLike[str], subfolder: str | None, **hub
     The other processes of a machine wait in the download's file lock.
 
     Args:
-        source: a directory or a hub id.
-        subfolder: of the model in it; None for none.
         hub: options of ``huggingface_hub.snapshot_download``, which a directory does not need.
 
     Raises:

@@ -57,9 +57,6 @@ def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
     What FSDP has gathered for a forward is found as well, and given back to its shards: the result
     names the shard.
 
-    Args:
-        tensors: of any kind.
-
     Returns:
         ``id`` of a tensor -> what it belongs to; tensors of no parallel model are left out.
     """

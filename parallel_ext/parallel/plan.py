@@ -101,10 +101,7 @@ class Plan:
     """How one model is sharded over the ranks of a mesh.
 
     Attributes:
-        mesh: the ranks.
-        spec: the names of the model's modules.
         layout: where every parameter and persistent buffer lives.
-        options: of the call.
         sharers: path of an attention -> the ranks with the key-value heads of this rank.
     """
 
@@ -129,9 +126,6 @@ def with_groups(plan: Plan, model: nn.Module) -> Plan:
     """Return a plan with the groups of ranks that hold the same key-value heads of a model.
 
     Every rank of the job calls it with the same plan, since they connect here.
-
-    Raises:
-        CollectiveTimeout: ranks did not connect.
     """
     sharers: dict[str, Group] = {}
     for path, names in plan.spec.sublayers(plan.layout).items():
@@ -159,7 +153,6 @@ def layout_of(
 
     Args:
         model: of the architecture that ``spec`` describes; nothing of it changes.
-        spec: the architecture.
         tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.spec.plan`.
         blocks: as of :func:`parallel_ext.models.invariant.plan_in_blocks`; 0 for none.
 
@@ -239,11 +232,7 @@ def _heads(
     names: AttentionNames,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> HeadSizes:
-    """Return the heads of the attention at ``path``, whose features its projections must have.
-
-    Raises:
-        ValueError: they have others.
-    """
+    """Return the heads of the attention at ``path``; raise if a projection has other features."""
     groups = attention.num_key_value_groups
     if groups < 1 or num_heads % groups:
         raise ValueError(

@@ -22,13 +22,7 @@ def refuse_call(
 ) -> None:
     """Raise for a call of the forward that would be wrong, or fail, on some ranks.
 
-    Args:
-        arguments: all of the call.
-        call: how the loss is computed; None where there are no labels for it.
-
-    Raises:
-        NotImplementedError: a rank does not have what the call asks for.
-        ValueError: arguments that do not go together.
+    ``call`` says how the loss is computed; None where there are no labels for it.
     """
     ids = arguments.get("input_ids")
     if ids is not None and ids.numel() == 0:

@@ -32,12 +32,7 @@ from parallel_ext.sharding.slices import take
 
 
 class ConfigOfRank:
-    """A configuration some of whose values are this rank's; all else is read from the model's.
-
-    Args:
-        config: of the model.
-        own: values of this rank, by name.
-    """
+    """A configuration some of whose values are this rank's; all else is read from the model's."""
 
     def __init__(self, config: Any, **own: Any) -> None:
         self._config = config
@@ -62,10 +57,6 @@ def shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter
 
 class Replacer:
     """The replacement of plain modules by parallel ones, in one model.
-
-    Args:
-        model: that is changed.
-        plan: for it.
 
     Attributes:
         partials: sums partial gradients; None where none are kept to a backward's end.

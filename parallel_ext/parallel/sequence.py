@@ -48,15 +48,10 @@ from parallel_ext.sharding.layout import split
 
 
 class _Tokens(NamedTuple):
-    """How the tokens of a batch are divided over ranks.
+    """How the tokens of a batch are divided over ranks."""
 
-    Attributes:
-        rows: sequences in the batch.
-        sizes: tokens of each sequence that each rank has.
-    """
-
-    rows: int
-    sizes: list[int]
+    rows: int  # sequences in the batch
+    sizes: list[int]  # tokens of each sequence that each rank has
 
 
 class OwnTokens:
@@ -245,7 +240,6 @@ class WatchEnds:
     Unless others listen to the embedding, who are to see all rows.
 
     Args:
-        own: the tokens.
         embedding, first, norm: paths in the decoder of the embedding, the first layer and the
             final norm.
     """
@@ -274,7 +268,6 @@ class JitterOwn:
     So the noise of a token is that of a single process, and the random state of all ranks the same.
 
     Args:
-        own: the tokens.
         attribute: of the mixture, the noise, which is 0 while its own forward runs.
     """
 

@@ -43,16 +43,12 @@ class ParallelState(nn.Module):
         layout: where every parameter lives.
         vocab_range: the ids of this rank.
         vocab_sizes: number of ids of every tp rank.
-        vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
         around: what the tp ranks are to compare of the forward that runs around a decoder, by name.
         forward_around_ran: whether our forward of a model around a decoder has begun, and the
             decoder's has not.
-        training_logits: whether training with labels returns logits.
-        fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
-            logits.
-        sequence_parallel: whether in training a tp rank keeps its own tokens between the sublayers.
-        invariant: the ``px.Invariant`` that was given; None without.
+        vocab_multiple_of, training_logits, fused_loss, invariant, sequence_parallel: options of
+            ``parallelize``; ``sequence_parallel`` is False at tp = 1.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
@@ -280,9 +276,5 @@ def model_of(model: nn.Module) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """Return the state of a parallel model, also from inside wrappers such as PEFT's.
-
-    Raises:
-        TypeError: the model was not parallelized.
-    """
+    """Return the state of the parallel model that :func:`model_of` finds, or raise as it does."""
     return getattr(model_of(model), STATE_NAME)

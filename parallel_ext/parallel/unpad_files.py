@@ -53,8 +53,6 @@ def unpad_files(
     Megatron with random rows, which are trained.
 
     Args:
-        source: folder of the model.
-        out: folder that is made.
         vocab_size: the true number of rows; None for that of ``config.json`` where it is less than
             the rows in the files, else the number of ids of the tokenizer.
         filled_padding: drop also rows that are not zero, if a tokenizer lies beside the model and

@@ -77,13 +77,7 @@ def refuse_unsummed(path: str, names: str, module: nn.Module, args: tuple) -> No
     """A forward pre-hook: with gradients, raise where a part of them would not be summed.
 
     As of a module that came into a tower, whose ranks compute their own positions, once these sums
-    were made.
-
-    Args:
-        path: of the module.
-        names: name in it of what ranks use for parts of the input.
-        module: whose forward begins.
-        args: of the forward.
+    were made. Ranks use what has the name ``names`` in the module for parts of the input.
     """
     if not torch.is_grad_enabled():
         return
@@ -120,12 +114,7 @@ class _RefuseApart(_RefuseBypass):
 
 
 class _RefuseDropout:
-    """A forward pre-hook: in training, raises where the dropout of a module was switched on.
-
-    Args:
-        path: of the module.
-        attribute: of the module, which was 0.
-    """
+    """A forward pre-hook: in training, raises where an attribute for dropout is no longer 0."""
 
     def __init__(self, path: str, attribute: str) -> None:
         self.path, self.attribute = path, attribute
@@ -142,10 +131,7 @@ class _MeetAtEmbedding:
     """Lets ranks join the saves of others before a call of the embedding outside of the model.
 
     As by a model of images, whose own forward looks up the rows of the text before the decoder's
-    begins, which would meet.
-
-    Args:
-        model: a parallel one, all of whose ranks run its forwards together.
+    begins, which would meet. All ranks of the model run its forwards together.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -199,10 +185,8 @@ def watch_dropout(model: nn.Module, of_heads: bool) -> None:
     """Let a forward in training raise for dropout that was 0 and is switched on.
 
     ``px.parallelize`` has not checked it: its masks could be those of no single process, or differ
-    between ranks that need the same.
-
-    Args:
-        of_heads: that of attention too, whose masks belong to heads.
+    between ranks that need the same. ``of_heads`` adds that of attention, whose masks belong to
+    heads.
     """
     for path, module in model.named_modules():
         attribute = "p" if type(module) is nn.Dropout else "attention_dropout"
