@@ -179,11 +179,7 @@ def _served(accelerator: Accelerator) -> Mesh | None:
 
 
 def _find_mesh(accelerator: Accelerator) -> None:
-    """Find the mesh of an ``Accelerator`` that has prepared no model: that of all models.
-
-    Raises:
-        ValueError: there are several, of other sizes.
-    """
+    """Find the mesh of an ``Accelerator`` that has prepared no model: that of all models."""
     own = accelerator in _meshes or accelerator._models
     if own or accelerator.torch_device_mesh is not None or _is_called_by_another_trainer():
         return
@@ -405,11 +401,7 @@ def reduce(
 
 
 def split_between_processes(plain: Plain, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``Accelerator.split_between_processes`` to refuse tp ranks, which share their inputs.
-
-    Raises:
-        NotImplementedError: there are tp ranks.
-    """
+    """Extend ``Accelerator.split_between_processes`` to refuse tp ranks, which share inputs."""
     if (mesh := _served(self)) is not None:
         raise NotImplementedError(
             f"Accelerator.split_between_processes would give the {mesh.tp_size} tp ranks of a "

@@ -25,11 +25,7 @@ class DrawnTogether(Sampler):
     """A sampler that draws one order on all ranks, also where their random numbers differ.
 
     Where all have the same, each draws by its own, as one process does. Else all draw by a
-    generator that rank 0 seeds.
-
-    Args:
-        sampler: any.
-        mesh: the ranks, which all go through it.
+    generator that rank 0 seeds. All ranks of the mesh go through it.
     """
 
     def __init__(self, sampler: Iterable[Any], mesh: Mesh) -> None:
@@ -120,15 +116,10 @@ def skip_first_batches(
 
 
 class CountedRows(IterableDataset):
-    """The rows of a dataset without a length, at whose end accelerate hears how many there were.
-
-    Args:
-        dataset: an iterable one.
-        rows_at_once: of all dp ranks.
-    """
+    """The rows of a dataset without a length, at whose end accelerate hears how many there were."""
 
     def __init__(self, dataset: IterableDataset, rows_at_once: int) -> None:
-        self.dataset, self._rows_at_once = dataset, rows_at_once
+        self.dataset, self._rows_at_once = dataset, rows_at_once  # of all dp ranks
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
@@ -145,11 +136,7 @@ class CountedRows(IterableDataset):
 
 
 def refuse_unequal_numbers(accelerator: Accelerator, data_loader: DataLoader, dp_size: int) -> None:
-    """Raise if dp ranks would get unequal numbers of batches: one would wait for another's forward.
-
-    Raises:
-        ValueError: they would, by ``even_batches=False``.
-    """
+    """Raise if ``even_batches=False`` would let a dp rank wait for another's forward."""
     batches = data_loader.batch_sampler
     sized = not isinstance(data_loader.dataset, IterableDataset) and hasattr(batches, "__len__")
     if accelerator.even_batches or not sized or getattr(batches, "drop_last", False):

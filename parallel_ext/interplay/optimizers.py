@@ -68,9 +68,6 @@ def refuse_without_gradients(
 
     Returns:
         None, or the arguments of the step with another closure.
-
-    Raises:
-        RuntimeError: leaves of a batch are still to run, or gradients wait for their sum.
     """
 
     def check() -> None:

@@ -179,7 +179,6 @@ def refuse(refusal: Refusal, *values: Any) -> None:
     """Raise a NotImplementedError if there is a parallel model, or a part of one, among values.
 
     Args:
-        refusal: what is called.
         values: models, optimizers, parameters, and lists and dicts of them.
     """
     tensors = list(tensors_in(values))

@@ -28,11 +28,7 @@ _holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves othe
 def start_optimizer(
     plain: Callable[..., None], self: Optimizer, params: Any, defaults: dict[str, Any]
 ) -> None:
-    """Extend ``Optimizer`` so that the dp ranks train one model together.
-
-    Raises:
-        RuntimeError: it gets parameters that each rank would train for itself.
-    """
+    """Extend ``Optimizer`` so that the dp ranks train one model together."""
     if not isinstance(params, torch.Tensor):
         params = _trained_together(self, params)
     with called_by_this_package():  # it adds its groups by add_param_group
@@ -76,7 +72,6 @@ def _train_beside(parameters: list[torch.Tensor], models: list[nn.Module], name:
     Args:
         parameters: of no parallel model, frozen ones too, which may be trained later.
         models: parallel ones, with which they are trained; there may be none yet.
-        name: of the optimizer.
 
     Raises:
         RuntimeError: they have nothing to do with a model that ``px.patch`` serves.

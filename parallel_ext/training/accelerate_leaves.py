@@ -68,12 +68,7 @@ class LeafSteps:
         state.in_leaf = state.leaf_is_batch = trains
 
     def _begin(self, rows: int) -> None:
-        """Begin a leaf, with which a step may begin.
-
-        Raises:
-            ValueError: the batches of a step are not the leaves of the model's ``px.Invariant``.
-            DisagreementError: the ranks have batches of different rows.
-        """
+        """Begin a leaf, with which a step may begin, if the batches of a step can be its leaves."""
         state, accelerator = self._state, self._accelerator()
         require_equal(
             state.mesh.control,
@@ -105,12 +100,7 @@ class LeafSteps:
         self.leaf_runs = True
 
     def end_leaf(self, loss: torch.Tensor) -> None:
-        """End a leaf whose backward has run, and with the last one the step.
-
-        Raises:
-            ValueError: the epoch ends before that.
-            RuntimeError: the step ends, but accelerate's does not.
-        """
+        """End a leaf whose backward has run, and with the last one the step, as accelerate's."""
         accelerator = self._accelerator()
         self._loop.ran_backward(loss)
         self.leaf_runs = self._state.in_leaf = self._state.leaf_is_batch = False
@@ -136,9 +126,6 @@ def end_leaves(
     """Run the backward of a loss of leaves, divided by the number of leaves of a step.
 
     The mean over them is the loss of a step, as in accelerate with as many batches of one process.
-
-    Raises:
-        NotImplementedError: accelerate would scale the loss for fp16.
     """
     if accelerator.scaler is not None:
         raise NotImplementedError(

@@ -168,7 +168,6 @@ class _Tensor:
 
     Attributes:
         name: in the model.
-        parameter: it.
         group: the options of its group.
         trained: whether it has a gradient.
         epsilon: what the first of ``eps`` is where it is None.
@@ -213,11 +212,7 @@ class _Tensor:
         return parts
 
     def take_sums(self, sums: Sequence[torch.Tensor]) -> None:
-        """Take the sums of all ranks' :meth:`parts`.
-
-        Raises:
-            RuntimeError: some ranks have a gradient and others lack it.
-        """
+        """Take the sums of all ranks' :meth:`parts`; raise if only some have a gradient."""
         numbers, *self._sums = sums
         have, lack, self._size_of_parameter = numbers.tolist()
         if have and lack:

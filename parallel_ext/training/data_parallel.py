@@ -133,14 +133,11 @@ def average_beside(
 ) -> None:
     """Let each backward end with the dp ranks' mean of the gradients of further parameters.
 
-    Every rank calls it.
+    Every rank calls it; it raises where they hold other values.
 
     Args:
         parameters: by name, of no parallel model, such as those of a head of the user's own.
         sums: of the parallel model that is trained with them, if there is one.
-
-    Raises:
-        DisagreementError: ranks hold other values.
     """
     if parameters:
         check_equal_beside(parameters, mesh, op_name)

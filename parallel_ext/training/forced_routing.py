@@ -38,16 +38,8 @@ def skewed(scores: torch.Tensor, top_k: int, part: int = 0) -> torch.Tensor:
     """Draw the choices by Zipf's law.
 
     Expert e, counted from 0, has the odds 1 / (e + 1); the further choices of a token are drawn by
-    the same odds out of the experts that are left.
-
-    Args:
-        scores: [T, E].
-        top_k: how many different experts a token gets.
-        part: number of the dp rank, or of the leaf in ``px.train_leaves``; seeds what is drawn,
-            which does not depend on anything else.
-
-    Returns:
-        [T, top_k], int64.
+    the same odds out of the experts that are left. Arguments and result are those of
+    :func:`balanced`; ``part`` seeds what is drawn, which does not depend on anything else.
 
     Example:
         >>> counts = skewed(torch.zeros(9999, 4), 1).flatten().bincount()

@@ -33,10 +33,7 @@ _OF_ADAPTERS = (".lora_", ".trainable_tokens_delta.")
 def shard_over_dp(model: nn.Module, state: ParallelState, zero: int) -> None:
     """Let FSDP shard a parallel model over its dp ranks, experts over the edp ranks.
 
-    Every rank calls it, once.
-
-    Args:
-        zero: as for :func:`parallel_ext.data_parallel`.
+    Every rank calls it, once; ``zero`` is that of :func:`parallel_ext.data_parallel`.
     """
     # torch.distributed.fsdp takes longer to import than all of this package
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -118,7 +118,6 @@ def total_norm(
         tensors: of each mesh, of which there is at least one.
         beside: tensors of no parallel model, which all ranks hold equal.
         norm_type: its order, a positive number or ``inf``.
-        error_if_nonfinite: raise where it is not finite.
 
     Returns:
         A scalar in fp32, in fp64 where a tensor is; the same bits on every rank.
@@ -126,8 +125,7 @@ def total_norm(
     Raises:
         ValueError: another order.
         DisagreementError: the ranks hold other values of ``beside``; on all ranks.
-        RuntimeError: it is not finite; on all ranks.
-        CollectiveTimeout: not all ranks called it.
+        RuntimeError: it is not finite, and ``error_if_nonfinite`` is set; on all ranks.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

@@ -29,10 +29,6 @@ class GradientsOfInputs:
 
     Where the embedding is trained the inputs of all ranks require one anyway. With nothing trained
     beside the model those of none do. Both are equal on all ranks, and nothing is sent then.
-
-    Args:
-        embedding: of the model.
-        sums: which know the parameters beside the model.
     """
 
     def __init__(self, embedding: nn.Module, sums: PartialGradients, mesh: Mesh) -> None:

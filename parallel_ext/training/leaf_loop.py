@@ -103,11 +103,7 @@ class LeafLoop(ABC):
         return gradients[0]
 
     def _take_gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the gradients of trained parameters, which have them no more.
-
-        Raises:
-            ValueError: one has none.
-        """
+        """Return the gradients of trained parameters, which lose them; each must have one."""
         gradients = []
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None

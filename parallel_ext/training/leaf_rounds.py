@@ -92,7 +92,6 @@ class LeafRounds(LeafLoop):
         """Sum the gradients of experts over the leaves, in the last round.
 
         Args:
-            key: of the parameter.
             gradients: of this rank's experts, for the leaf of each dp rank that meets here.
 
         Returns:

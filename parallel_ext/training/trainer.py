@@ -256,11 +256,7 @@ class TrainerMixin(TrainerFiles):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """Evaluate one batch, without the rows that fill up the last one, on all dp ranks.
-
-        Raises:
-            ValueError: at dp > 1 the logits of a mixture's routers are to be predicted.
-        """
+        """Evaluate one batch, without the rows that fill up the last one, on all dp ranks."""
         if not prediction_loss_only:
             self._refuse_router_logits(inputs, ignore_keys or [])
         inputs = self._without_filling(inputs, "evaluation", self.args.eval_batch_size)
@@ -291,7 +287,6 @@ class TrainerMixin(TrainerFiles):
         drops them from what is gathered. The loss of the job must not see them either.
 
         Args:
-            inputs: the batch.
             what: that it is for, in the error.
             size: the rows of its loader's batches.
 
@@ -332,11 +327,7 @@ class TrainerMixin(TrainerFiles):
         return {**inputs, **counted}
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to search.
-
-        Raises:
-            NotImplementedError: always: each trial needs a new model on all ranks.
-        """
+        """Refuse to search: each trial needs a new model on all ranks."""
         raise NotImplementedError(
             f"{type(self).__name__}.hyperparameter_search is not supported: start a job for each "
             "trial"

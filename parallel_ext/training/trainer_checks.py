@@ -51,9 +51,7 @@ def class_of_trl(trainer: transformers.Trainer) -> str | None:
 def check_class(trainer: transformers.Trainer) -> None:
     """Raise unless the class of a trainer is served; before the trainer is made.
 
-    Raises:
-        RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
-        NotImplementedError: TRL's trainer is not served.
+    The trainer of a transformers older than 5.23 counts tp ranks otherwise.
     """
     name, trl = type(trainer).__name__, class_of_trl(trainer)
     if transformers_version() < OLDEST:
@@ -71,11 +69,7 @@ def check_class(trainer: transformers.Trainer) -> None:
 def check_given(
     trainer: transformers.Trainer, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise unless the arguments of a trainer are served that act when it is made; before that.
-
-    Raises:
-        ValueError: TRL's configuration has ``precompute_ref_log_probs``.
-    """
+    """Raise unless the arguments of a trainer are served that act when it is made; before that."""
     name = type(trainer).__name__
     if any(getattr(each, "precompute_ref_log_probs", False) for each in (*args, *kwargs.values())):
         raise ValueError(
@@ -85,13 +79,7 @@ def check_given(
 
 
 def check_served(trainer: transformers.Trainer) -> None:
-    """Raise unless the model and the arguments of a trainer are served; when it has been made.
-
-    Raises:
-        TypeError: the model is not parallel.
-        NotImplementedError: transformers' ``Seq2SeqTrainer`` on several dp ranks.
-        ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
-    """
+    """Raise unless the model and the arguments of a trainer are served; when it has been made."""
     name, args = type(trainer).__name__, trainer.args
     if not is_parallel(trainer.model):
         raise TypeError(

@@ -218,11 +218,7 @@ def _link_files(source: Path, target: Path) -> None:
 
 
 def _step_in(checkpoint: Path) -> Path:
-    """Return the directory that ``px.save_checkpoint`` has written in a trainer's checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or the trainer's state is not there.
-    """
+    """Return what ``px.save_checkpoint`` has written in a trainer's checkpoint, if all is there."""
     path = latest_checkpoint(checkpoint / _FOLDER)
     if path is None or not (checkpoint / _STATE).exists():
         raise CheckpointError(
