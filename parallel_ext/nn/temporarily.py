@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 
 @contextmanager
 def temporarily(owner: Any, **values: Any) -> Iterator[None]:
@@ -28,3 +30,15 @@ def temporarily(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(owner, name, value)
+
+
+@contextmanager
+def first_layers(model: nn.Module, path: str, count: int | None) -> Iterator[nn.ModuleList]:
+    """Let a model have only the first ``count`` layers at ``path`` inside the block; None for all."""
+    layers = model.get_submodule(path)
+    first = layers[:count]
+    model.set_submodule(path, first)
+    try:
+        yield first
+    finally:
+        model.set_submodule(path, layers)

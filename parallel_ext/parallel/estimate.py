@@ -7,7 +7,6 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -21,6 +20,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.stream import share_out
 from parallel_ext.models import own_model_type
 from parallel_ext.nn import grad_sync
+from parallel_ext.nn.temporarily import first_layers
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.configuration import other_class, parameters_on_meta, type_of_text
 from parallel_ext.parallel.held_bytes import Held
@@ -188,7 +188,8 @@ class Planner:
         """Estimate a step on ``world`` ranks; raise a ValueError where they cannot share it."""
         total = len(self._layers)
         few = _FEW if self._equal_layers else total
-        with self._only(few):  # all that is decided below is the same for all layers
+        # All that is decided below is the same for all layers.
+        with first_layers(self._plain, self._spec.layers, few):
             mesh = PlannedMesh(world, tp, ep)
             check_servable(self._plain)
             check_mixture(self._plain, self._spec, mesh, agreement=True)
@@ -318,15 +319,6 @@ class Planner:
     def _kept_in_fp32(self, step: Step) -> set[str]:
         """Return the names of parameters that stay fp32 in half precision, as some routers."""
         return self._in_fp32 if step.dtype.itemsize < 4 else set()
-
-    @contextmanager
-    def _only(self, layers: int) -> Iterator[None]:
-        """Let the model have its first layers alone."""
-        self._plain.set_submodule(self._spec.layers, nn.ModuleList(list(self._layers)[:layers]))
-        try:
-            yield
-        finally:
-            self._plain.set_submodule(self._spec.layers, self._layers)
 
 
 def _range(of_ranks: Iterable[int]) -> tuple[int, int]:

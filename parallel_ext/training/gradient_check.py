@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.distributed.require_equal import require_equal
 from parallel_ext.models.sublayers import AttentionNames
 from parallel_ext.nn.loss import LOSS_OPTIONS
-from parallel_ext.nn.temporarily import temporarily
+from parallel_ext.nn.temporarily import first_layers, temporarily
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.parallel.validate import is_decoder
@@ -93,7 +92,8 @@ def check_gradients(
     to_shards(own)
     by_caller = state.reduced_by_caller or not state.experts_span_dp
     with (
-        _first_layers(own, layers),
+        first_layers(own, state.spec.layers, layers) as first,
+        temporarily(own.config, num_hidden_layers=len(first)),
         temporarily(state, reduced_by_caller=by_caller),
         gradients_aside(own, state),
     ):
@@ -269,17 +269,3 @@ def _check(
             f"check_gradients: layers={layers} of a {state.spec.model_type!r} whose layers share "
             "keys, or an embedding with columns for each, would be another model; leave it out"
         )
-
-
-@contextmanager
-def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
-    """Run the block with only the first ``count`` decoder layers in the model."""
-    path = state_of(model).spec.layers
-    layers = model.get_submodule(path)
-    first = layers[:count]
-    model.set_submodule(path, first)
-    try:
-        with temporarily(model.config, num_hidden_layers=len(first)):
-            yield
-    finally:
-        model.set_submodule(path, layers)

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.leaf_balance import sharing_balance_loss
 from parallel_ext.training.leaf_rounds import LeafRounds, check_batches_of_step
+from parallel_ext.training.trainer_checks import class_of_trl
 
 
 def check_leaves(trainer: transformers.Trainer) -> None:
@@ -28,12 +29,11 @@ def check_leaves(trainer: transformers.Trainer) -> None:
             f"{name}: under px.Invariant(leaves={leaves}) each step has {rows} rows, so that an "
             f"epoch must be a multiple of them, but train_dataset has {found}; leave the rest out"
         )
-    modules = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
     refused = {
         "label_smoothing_factor": args.label_smoothing_factor,
         "compute_loss_func": trainer.compute_loss_func,
         "accelerator_config.split_batches": args.accelerator_config.split_batches,
-        "a trainer of TRL": "trl" in modules,
+        "a trainer of TRL": class_of_trl(trainer),
     }
     if found := [what for what, value in refused.items() if value]:
         raise ValueError(
