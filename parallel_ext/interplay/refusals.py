@@ -67,6 +67,7 @@ def _each(module: str, names: str, instead: str, where: Where = Where.SHARDED) -
 _FILLS = """uniform_ normal_ trunc_normal_ eye_ dirac_ orthogonal_ sparse_
     xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_"""
 _PRUNES = "l1_unstructured global_unstructured ln_structured identity custom_from_mask"
+_DCP, _MODELS = "torch.distributed.checkpoint", "transformers.modeling_utils"
 _ADAPTERS = """PeftAdapterMixin.load_adapter PeftAdapterMixin.add_adapter
     PeftAdapterMixin.get_adapter_state_dict"""
 
@@ -94,43 +95,32 @@ REFUSALS = [
     *_each("torch.distributed.fsdp", "FullyShardedDataParallel.__init__", _REPLICAS, Where.RANKS),
     *_each("torch.distributed.tensor.parallel", "parallelize_module", _PLACED, Where.RANKS),
     *_each("torch.distributed.algorithms.model_averaging.utils", "average_parameters", _REPLICAS),
+    *_each(_DCP, "async_save", "px.save_checkpoint(..., asynchronous=True) writes behind training"),
     *_each(
-        "torch.distributed.checkpoint",
-        "async_save",
-        "px.save_checkpoint(..., asynchronous=True) writes behind training",
-    ),
-    *_each(
-        "torch.distributed.checkpoint",
+        _DCP,
         "load_sharded_optimizer_state_dict",
         "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict knows shards",
     ),
     *_each("transformers.integrations.peft", _ADAPTERS, _PEFT, Where.ALWAYS),
     *_each(
-        "transformers.modeling_utils",
+        _MODELS,
         "EmbeddingAccessMixin.set_input_embeddings EmbeddingAccessMixin.set_output_embeddings",
         "model.resize_token_embeddings changes their size, model.load_state_dict their values",
     ),
     *_each(
-        "transformers.modeling_utils",
+        _MODELS,
         "PreTrainedModel.set_decoder PreTrainedModel.set_encoder PreTrainedModel.set_use_kernels",
         "change the model before px.parallelize",
     ),
     *_each(
-        "transformers.modeling_utils",
+        _MODELS,
         "PreTrainedModel.save_distributed_checkpoint",
         f"{_SAVE}; px.save_checkpoint saves a training",
         Where.RANKS,
     ),
+    *_each(_MODELS, "PreTrainedModel.init_weights PreTrainedModel.initialize_weights", _FILL),
     *_each(
-        "transformers.modeling_utils",
-        "PreTrainedModel.init_weights PreTrainedModel.initialize_weights",
-        _FILL,
-    ),
-    *_each(
-        "transformers.modeling_utils",
-        "PreTrainedModel.push_to_hub",
-        f"{_SAVE}; upload it from one of them",
-        Where.RANKS,
+        _MODELS, "PreTrainedModel.push_to_hub", f"{_SAVE}; upload it from one of them", Where.RANKS
     ),
     *_each(
         "transformers.generation.continuous_batching.continuous_api",

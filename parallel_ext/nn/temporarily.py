@@ -34,7 +34,7 @@ def temporarily(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def first_layers(model: nn.Module, path: str, count: int | None) -> Iterator[nn.ModuleList]:
-    """Let a model have only the first ``count`` layers at ``path`` inside the block; None for all."""
+    """Let a model have only the first ``count`` layers inside the block; all where it is None."""
     layers = model.get_submodule(path)
     first = layers[:count]
     model.set_submodule(path, first)
