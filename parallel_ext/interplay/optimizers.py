@@ -28,15 +28,10 @@ _ELEMENTWISE = {
 
 
 class _Known(NamedTuple):
-    """An optimizer that looks beyond single elements.
+    """An optimizer that looks beyond single elements."""
 
-    Attributes:
-        instead: what to use, for the error.
-        of: a part of the names of the parameters at which it looks so.
-    """
-
-    instead: str
-    of: str = ""
+    instead: str  # what to use, for the error
+    of: str = ""  # a part of the names of the parameters at which it looks so
 
 
 # Known optimizers by the name of their class, since transformers has an Adafactor, too.

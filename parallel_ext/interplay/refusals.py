@@ -41,16 +41,10 @@ class Where(Enum):
 
 
 class Refusal(NamedTuple):
-    """A function that is refused.
+    """A function that is refused."""
 
-    Attributes:
-        function: ``module:name``.
-        instead: what to call; the end of the error.
-        where: on which parallel models.
-    """
-
-    function: str
-    instead: str
+    function: str  # module:name
+    instead: str  # what to call; the end of the error
     where: Where = Where.SHARDED
 
     @property

@@ -95,9 +95,6 @@ def train_together(model: nn.Module) -> None:
     """Call ``px.data_parallel`` where each dp rank would train a model of its own.
 
     Copies of it come along: an average of weights needs the shards of what it is an average of.
-
-    Raises:
-        DisagreementError: the dp ranks hold other weights.
     """
     _remember_holders(model_of(model))
     if not _lacks_data_parallel(model):

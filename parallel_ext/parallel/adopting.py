@@ -25,19 +25,12 @@ from parallel_ext.parallel.validate import CLASSIFIERS, is_decoder
 
 
 class Patch(NamedTuple):
-    """A ``px.patch`` that is in force.
-
-    Attributes:
-        mesh: that it has made.
-        options: that it was given, by name.
-        sums: the gradients of what is trained beside all parallel models.
-        uses_cpu: whether it has told accelerate to use the CPU.
-    """
+    """A ``px.patch`` that is in force: the mesh that it made, and the options that it was given."""
 
     mesh: Mesh
     options: dict[str, Any]
-    sums: PartialGradients
-    uses_cpu: bool
+    sums: PartialGradients  # of what is trained beside all parallel models
+    uses_cpu: bool  # it has told accelerate to use the CPU
 
 
 patches: list[Patch] = []
@@ -118,10 +111,7 @@ def adopt(model: object, place: str) -> None:
 
 
 def made_on_all(copies: list[nn.Module], mesh: Mesh, place: str) -> list[nn.Module]:
-    """Return copies of a model, or none where some ranks have made more than others.
-
-    Those are a rank's own, and stay as they are. Every rank calls it.
-    """
+    """Return copies of a model, or none where only some ranks made them; every rank calls it."""
     counts = mesh.control.all_gather_object(len(copies), op_name=place)
     return copies if len(set(counts)) == 1 else []
 

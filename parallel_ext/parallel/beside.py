@@ -89,10 +89,7 @@ def tell_labels(module: nn.Module) -> None:
 
 
 def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name: str) -> None:
-    """Raise unless all ranks hold the same parameters beside a parallel model; every rank calls it.
-
-    They differ where each rank has drawn its own.
-    """
+    """Raise unless all ranks hold the same parameters beside a model; every rank calls it."""
     require_equal(
         mesh.control,
         op_name,

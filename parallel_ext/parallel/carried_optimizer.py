@@ -13,15 +13,10 @@ from parallel_ext.distributed.require_equal import require_equal
 
 
 class _StateValue(NamedTuple):
-    """A value in an optimizer's state of a parameter, as it is on all ranks.
+    """A value in an optimizer's state of a parameter, as it is on all ranks."""
 
-    Attributes:
-        dtype: of a tensor; None for anything else.
-        value: None where it has an element for each of the parameter's; else what it is.
-    """
-
-    dtype: torch.dtype | None
-    value: Any
+    dtype: torch.dtype | None  # None for anything but a tensor
+    value: Any  # None where it has an element for each of the parameter's
 
 
 class CarriedOptimizer:
@@ -32,8 +27,6 @@ class CarriedOptimizer:
     Args:
         optimizer: of these parameters, of some of them, or of none.
         parameters: those to be replaced, by logical name; this rank's shards.
-        mesh: the ranks.
-        op_name: of the call that replaces them, for errors.
 
     Raises:
         RuntimeError: a state has neither an element for each of its parameter's nor one for all, as

@@ -97,10 +97,7 @@ def sublayers_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Sublayer
 
 
 def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
-    """Return the paths of what has sublayers or towers in the decoder, beside its layers.
-
-    As modules that put images into the embedding, of whose tokens every rank has all.
-    """
+    """Return the paths of what has sublayers or towers in the decoder, beside its layers."""
     decoder = spec.in_decoder
     paths = (*spec.towers, *spec.shared, *spec.sublayers(dict(model.named_parameters())))
     return {

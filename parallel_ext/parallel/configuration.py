@@ -82,10 +82,7 @@ def is_of_images(content: Mapping[str, Any]) -> bool:
 
 
 def _of_class(content: Mapping[str, Any]) -> str | None:
-    """Return the served ``model_type`` whose class files name, which may call theirs otherwise.
-
-    As those of Kimi K2 do.
-    """
+    """Return the served ``model_type`` whose class files name; Kimi K2's call theirs otherwise."""
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     named = content.get("architectures")
     return next((each for each in SPECS if [known.get(each)] == named), None)

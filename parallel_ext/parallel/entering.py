@@ -31,7 +31,6 @@ class CopyInput(ComputingHook):
     front of these has the same gradient on all ranks.
 
     Args:
-        group: the ranks of the region.
         layers: names in the module of those that read its input, in the order of their calls.
     """
 
@@ -92,13 +91,9 @@ class CopyInput(ComputingHook):
 def _enter_layer(
     entered_before: list[torch.Tensor], group: Group, layer: nn.Module, args: tuple
 ) -> tuple:
-    """A forward pre-hook of one of several layers: their input enters a region, once for all.
-
-    Args:
-        entered_before: the last input, and what it became.
-    """
+    """A forward pre-hook of one of several layers: their input enters a region, once for all."""
     if not entered_before or entered_before[0] is not args[0]:
-        entered_before[:] = args[0], entered(args[0], group)
+        entered_before[:] = args[0], entered(args[0], group)  # the input, and what it became
     return (entered_before[1], *args[1:])
 
 

@@ -113,16 +113,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What a step on a rank adds to an :class:`Estimate`.
-
-    Attributes:
-        beside: the most bytes that there are beside weights and optimizer.
-    """
+    """What a step on a rank adds to an :class:`Estimate`."""
 
     gathered: int
     activations: int
     logits: int
-    beside: int
+    beside: int  # the most bytes that there are beside weights and optimizer
     sent: _Sent
 
 
@@ -130,10 +126,7 @@ class Planner:
     """Estimates the layouts of one architecture, of which it builds no weights.
 
     Args:
-        config: of a causal language model that :func:`parallelize` serves.
-
-    Raises:
-        ValueError: the architecture is not served, or there are no layers.
+        config: of a causal language model that :func:`parallelize` serves; others raise.
     """
 
     def __init__(self, config: transformers.PreTrainedConfig) -> None:
@@ -387,10 +380,9 @@ def _runs_on_any(mesh: PlannedMesh, *needed: bool) -> tuple[bool, ...]:
 
 
 def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
-    """Return what a layer adds to a step, as the middle one of three does.
+    """Return what a layer sends, what it keeps to the end of the forward, and what backward leaves.
 
-    Returns:
-        What it sends, what it keeps to the end of the forward, and what its backward leaves.
+    The middle one of three tells what each adds to a step.
     """
     sent, now = recorded.sent, recorded.now
     forward = sent["start 2"].plus(sent["start 1"], -1)

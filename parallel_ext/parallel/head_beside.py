@@ -35,14 +35,11 @@ class PlainHead(NamedTuple):
 
 
 class _Mark:
-    """What a model holds around a parallel decoder, which knows it by that; so do copies.
-
-    Attributes:
-        of_head: whether its head is sharded with the decoder.
-    """
+    """What a model holds around a parallel decoder, which knows it by that; so do copies."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module, of_head: bool) -> None:
-        self._model, self._decoder, self.of_head = model, decoder, of_head
+        self._model, self._decoder = model, decoder
+        self.of_head = of_head  # whether the head of the model is sharded with the decoder
         _around.setdefault(decoder, []).append(ref(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
@@ -51,10 +48,7 @@ class _Mark:
 
 
 def models_around(decoder: nn.Module) -> list[transformers.PreTrainedModel]:
-    """Return the models with a head that hold a decoder, of transformers' own classes as they are.
-
-    That is, with the forward of the class.
-    """
+    """Return the models with a head that hold a decoder, if their forward is transformers' own."""
     return [
         each
         for each in Holders().around(decoder)

@@ -59,10 +59,7 @@ _LATENT_ATTENTION = "parallel_ext_latent"  # its name in transformers
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
-    """Raise a ValueError unless a plain model can be trained with the same bits on any layout.
-
-    ``leaves`` is the number of parts of a batch.
-    """
+    """Raise a ValueError unless a plain model can be trained with the same bits on any layout."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_can_be_invariant(spec, names)
     if mesh.dp_size > leaves:

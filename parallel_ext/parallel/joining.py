@@ -59,7 +59,6 @@ class _Meetings:
         Raises:
             NotImplementedError: the ranks that do not save cannot join those that do.
             DisagreementError: none saves, and they are at other places, such as one in a forward.
-            CollectiveTimeout: a rank came to no place within the time.
         """
         record = (b"0" if own is None else b"1") + xxhash.xxh3_64_digest(place.encode())
         records = self.control.all_gather_bytes(record, place, self.group, timeout)

@@ -56,10 +56,7 @@ def undeclared(model: nn.Module, options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def who_sees(model: nn.Module) -> str | None:
-    """Return what of others than this package and transformers sees the logits of a causal model.
-
-    It reads or changes what the output head returns; None where there is no such thing.
-    """
+    """Return what of others reads or changes the logits of a causal model; None for nothing."""
     head = model.get_submodule(getattr(model, STATE_NAME).spec.head)
     if (by := who_sees_logits(head)) is not None or not is_own(model):
         return by

@@ -27,9 +27,6 @@ _FP32 = frozenset(["layer_norm", "rms_norm", "pow", "rsqrt", "exp", "softplus"])
 class MetaAutocast(TorchFunctionMode):
     """Cast the arguments of functions as ``torch.autocast`` does on a GPU.
 
-    Args:
-        dtype: the lower precision.
-
     Attributes:
         copies: in that dtype, of the weights that are trained, by their ids, in the order in which
             they were needed; each serves until the context ends.

@@ -311,8 +311,7 @@ def _checkpoint_layers(model: transformers.PreTrainedModel, autocast: torch.dtyp
 def _watch_layers(layers: nn.ModuleList, live: _Live, copies: Sized) -> list[int]:
     """Mark where forwards of the first layers begin, and where some gradients are complete.
 
-    Returns:
-        How many copies there are before the layers 1 and 2, once the forward has run.
+    Returns how many copies there are before the layers 1 and 2, once the forward has run.
     """
     numbers: list[int] = []
     watch_start(layers[0], lambda _: live.mark("start"))

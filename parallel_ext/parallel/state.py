@@ -153,10 +153,7 @@ class ParallelState(nn.Module):
         return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
 
     def check_marker(self, marker: torch.Tensor, what: str) -> None:
-        """Raise a RuntimeError unless a marker says that the shards beside it are this rank's.
-
-        ``what`` they are of is for the error.
-        """
+        """Raise a RuntimeError unless a marker says that the shards beside it are this rank's."""
         own = self.get_extra_state()
         if marker.tolist() != own.tolist():
             raise RuntimeError(
@@ -182,10 +179,7 @@ def check_state_dict(
 ) -> None:
     """Raise if this rank cannot load a ``state_dict``, before anything of it is loaded.
 
-    A hook for ``register_load_state_dict_pre_hook`` of a parallel model.
-
-    Raises:
-        RuntimeError: it holds the shards of another rank, or full tensors after ``data_parallel``.
+    Such are the shards of another rank, and full tensors after ``data_parallel``.
     """
     state: ParallelState = getattr(model, STATE_NAME)
     to_shards(model)  # into which it is loaded, whatever FSDP has gathered

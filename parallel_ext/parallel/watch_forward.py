@@ -23,7 +23,6 @@ class WantSharded:
     the own forward of one that communicates did not run, ranks keep their parts of a sum.
 
     Args:
-        path: of the module.
         layers: names in the module of those that ``px.parallelize`` has replaced.
         marks: by names of those of them that communicate.
     """

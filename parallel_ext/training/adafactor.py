@@ -167,8 +167,6 @@ class _Tensor:
     """A parameter during a step of :class:`Adafactor`.
 
     Attributes:
-        name: in the model.
-        group: the options of its group.
         trained: whether it has a gradient.
         epsilon: what the first of ``eps`` is where it is None.
     """

@@ -23,10 +23,7 @@ class FSDPParameters:
     """The parameters of one model that FSDP has sharded, looked at around its forwards.
 
     From a forward to its backward FSDP puts gathered parameters into the model, with stage 2 all of
-    them, and without a backward it leaves them there.
-
-    Args:
-        model: after ``fully_shard``, whose root it is.
+    them, and without a backward it leaves them there. The model is the root of ``fully_shard``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,9 +46,7 @@ class FSDPParameters:
     def before_forward(self) -> None:
         """Put the shards back into the model, which an optimizer may have changed meanwhile.
 
-        Raises:
-            RuntimeError: a parameter was replaced, changed while it was gathered, or has a hook
-                that FSDP never calls; names it.
+        What FSDP would lose raises: a parameter that was replaced, or a hook that it never calls.
         """
         trains = torch.is_grad_enabled()
         for name, each, module, attribute in self._parameters:

@@ -32,11 +32,9 @@ _PARTS = [
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What a rank exchanged over the ranks of one group in a step.
+    """What a rank exchanged over the ranks of one group in a step: how often, and its own bytes.
 
-    Attributes:
-        times: how many exchanges there were.
-        num_bytes: of this rank, as ``_C.collective_counts`` counts them.
+    They are those that ``_C.collective_counts`` counts.
     """
 
     times: int = 0

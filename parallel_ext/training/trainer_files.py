@@ -169,9 +169,7 @@ class TrainerFiles:
     def _loop_in(self, path: Path) -> dict[str, Any]:
         """Return what a checkpoint says of its training, before it is loaded.
 
-        Raises:
-            ValueError: its steps had another number of rows, so that other rows would be left out
-                than were trained on.
+        With another number of rows in a step, others would be left out than were trained on.
         """
         loop = read_small_files(path, read_manifest(path))
         then = loop["data_state"]["rows_of_a_step"]
