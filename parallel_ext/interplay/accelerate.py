@@ -380,11 +380,7 @@ def _refuse_repeated_samples(accelerator: Accelerator) -> None:
 
 
 def reduce(
-    plain: Plain,
-    self: Accelerator,
-    tensor: Any,
-    reduction: str = "sum",
-    scale: float = 1.0,
+    plain: Plain, self: Accelerator, tensor: Any, reduction: str = "sum", scale: float = 1.0
 ) -> Any:
     """Extend ``Accelerator.reduce`` to add up what each dp rank has, once."""
     arrive("accelerator.reduce")

@@ -46,29 +46,18 @@ _Sent = dict[str, dict[str, dict[str, int]]]
 
 @dataclass(frozen=True)
 class Step:
-    """A training step to estimate.
+    """A training step to estimate."""
 
-    Attributes:
-        rows: of the batch of one dp rank.
-        tokens: of a row.
-        dtype: of parameters, gradients, optimizer states and activations; an adapter has its own.
-        optimizer: one of :data:`STATES`.
-        zero: stage of :func:`data_parallel`, which is used where dp > 1.
-        checkpointing: whether layers are recomputed in backward.
-        autocast: of ``torch.autocast`` around the forward; None without.
-        adapt: adds an adapter to a parallel model in place and freezes the rest; None to train all.
-        sequence_parallel: option of :func:`parallelize`.
-    """
-
-    rows: int = 1
-    tokens: int = 2048
-    dtype: torch.dtype = torch.bfloat16
-    optimizer: str = "adamw"
-    zero: int = 2
-    checkpointing: bool = False
-    autocast: torch.dtype | None = None
+    rows: int = 1  # of the batch of one dp rank
+    tokens: int = 2048  # of a row
+    dtype: torch.dtype = torch.bfloat16  # of all numbers but those of an adapter, which has its own
+    optimizer: str = "adamw"  # one of STATES
+    zero: int = 2  # stage of data_parallel, which is used where dp > 1
+    checkpointing: bool = False  # whether layers are recomputed in backward
+    autocast: torch.dtype | None = None  # of torch.autocast around the forward
+    # Adds an adapter to a parallel model in place and freezes the rest; None to train all.
     adapt: Callable[[nn.Module], Any] | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # option of parallelize
 
 
 @dataclass(frozen=True)

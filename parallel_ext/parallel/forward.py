@@ -44,30 +44,17 @@ from parallel_ext.sharding._torch_private import disable_compiler
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a forward knows before the class's own runs.
+    """What a forward knows before the class's own runs."""
 
-    Attributes:
-        inputs: what the class's own is called with.
-        arguments: all of the call, options of the loss among them.
-        options: those of the loss.
-        labels: of which the loss is computed behind the class's own; None where there are none, or
-            the class computes it.
-        call: how the loss is computed, with labels.
-        shared: labels of a class that classifies, of whose loss dp ranks have shares.
-        apart: whether a backward from it is to be refused.
-        returns_dict: whether the output is one.
-        is_own: whether the class is one that a user derived, with a forward of its own.
-    """
-
-    inputs: dict[str, Any]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-    labels: torch.Tensor | None
-    call: LossCall | None
-    shared: torch.Tensor | None
-    apart: bool
+    inputs: dict[str, Any]  # what the class's own is called with
+    arguments: dict[str, Any]  # all of the call, options of the loss among them
+    options: dict[str, Any]  # those of the loss
+    labels: torch.Tensor | None  # None where the class computes the loss, or nobody does
+    call: LossCall | None  # how the loss is computed, with labels
+    shared: torch.Tensor | None  # labels of a class that classifies; dp ranks have shares of a loss
+    apart: bool  # whether a backward from it is to be refused
     returns_dict: bool
-    is_own: bool
+    is_own: bool  # whether a user derived the class, with a forward of its own
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -135,8 +135,7 @@ def from_pretrained(
     device = mesh.device if device is None else torch.device(device)
     with mesh.control.run_on_all(op_name, lambda: HFDirectory(local)) as directory:
         config, generation_config = mesh.control.run_on_all(
-            op_name,
-            lambda: configurations(directory, vocab_size, bool(trust_remote_code), given),
+            op_name, lambda: configurations(directory, vocab_size, bool(trust_remote_code), given)
         )
         if dtype is None:
             in_files = (each for each in directory.dtypes.values() if each.is_floating_point)

@@ -213,9 +213,7 @@ def _loop(
         if not has_unfinished(model, finished, together, input_ids.device):
             break
         inputs = model.prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=1 if model_kwargs["use_cache"] else None,
-            **model_kwargs,
+            input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
         )
         with running(LossCall(fused=False, shared=True)):  # the logits stay sharded
             outputs = model(**inputs, return_dict=True)

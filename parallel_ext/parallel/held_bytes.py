@@ -19,25 +19,15 @@ from parallel_ext.sharding.named_shards import named_shards
 
 @dataclass(frozen=True)
 class _Kind:
-    """A key that is equal for tensors which take the same bytes on every rank.
+    """A key that is equal for tensors which take the same bytes on every rank."""
 
-    Attributes:
-        layout: without the name of the tensor.
-        copy_size: how many consecutive ranks hold one copy.
-        itemsize: bytes of a number.
-        adapter: whether it belongs to an adapter, which ZeRO does not divide.
-        expert: whether it belongs to the experts of a mixture, which ZeRO gathers apart.
-        idle: whether no step gives it a gradient.
-        in_files: how many elements each of the tensors has that files hold of it.
-    """
-
-    layout: TensorLayout
-    copy_size: int
-    itemsize: int
-    adapter: bool
-    expert: bool
-    idle: bool
-    in_files: tuple[int, ...]
+    layout: TensorLayout  # without the name of the tensor
+    copy_size: int  # how many consecutive ranks hold one copy
+    itemsize: int  # bytes of a number
+    adapter: bool  # whether it belongs to an adapter, which ZeRO does not divide
+    expert: bool  # whether it belongs to the experts of a mixture, which ZeRO gathers apart
+    idle: bool  # whether no step gives it a gradient
+    in_files: tuple[int, ...]  # how many elements each of the tensors has that files hold of it
 
     def nbytes(self, rank: int, replicas_of: int | None) -> int:
         """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""

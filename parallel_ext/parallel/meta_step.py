@@ -68,26 +68,18 @@ class Summed:
 
 @dataclass
 class Recorded:
-    """What happened up to some points of a step, by the names of its marks.
+    """What happened up to some points of a step, by the names of its marks."""
 
-    Attributes:
-        peaks: the most bytes alive in the part of the step that ends with the mark.
-        now: those alive at it.
-        sent: what was sent before it.
-        left_early: bytes of the layer with the number 1 that only the forward keeps to its end.
-        summed: by group, the parameters whose gradients are summed in the end, in that order.
-        idle: names of the parameters that are trained and get no gradient, as of a layer of an
-            image tower that no forward runs.
-        skipped: with ZeRO, of :class:`MetaZero`.
-    """
-
+    # The most bytes alive in the part that ends with a mark, those alive at it, and what was sent.
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
-    left_early: int = 0
+    left_early: int = 0  # bytes of the layer number 1 that only the forward keeps to its end
+    # By group, the parameters whose gradients are summed in the end, in that order.
     summed: dict[str, list[Summed]] = field(default_factory=dict)
+    # Names of what is trained and gets no gradient, as a layer of an image tower that is not run.
     idle: frozenset[str] = frozenset()
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # with ZeRO, of MetaZero
 
 
 class _Live(TorchDispatchMode):

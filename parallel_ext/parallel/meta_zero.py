@@ -19,23 +19,14 @@ from parallel_ext.sharding._torch_private import running_backward
 
 @dataclass
 class _Unit:
-    """Parameters that FSDP gathers, and whose gradients it scatters, at once.
+    """Parameters that FSDP gathers, and whose gradients it scatters, at once."""
 
-    Attributes:
-        parameters: of these no other unit has any.
-        layer: prefix of the names of the layer that they are in; empty outside of layers.
-        group: the ranks that share them.
-        replicas: how many these are.
-        ran: whether a forward has needed them.
-        done: whether their backward is complete.
-    """
-
-    parameters: list[nn.Parameter]
-    layer: str
-    group: str
-    replicas: int
-    ran: bool = False
-    done: bool = False
+    parameters: list[nn.Parameter]  # of these no other unit has any
+    layer: str  # prefix of the names of the layer that they are in; empty outside of layers
+    group: str  # the ranks that share them
+    replicas: int  # how many these are
+    ran: bool = False  # whether a forward has needed them
+    done: bool = False  # whether their backward is complete
 
     def numel(self, parameters: list[nn.Parameter]) -> int:
         """Return the elements of a rank's part of some, padded to that of the first replica."""

@@ -19,19 +19,12 @@ from parallel_ext.sharding.slices import address_of, local_part
 
 
 class Owned(NamedTuple):
-    """A parameter of a parallel model, or a shard of the head beside it.
+    """A parameter of a parallel model, or a shard of the head beside it."""
 
-    Attributes:
-        name: in the HuggingFace model, or the one around it.
-        parameter: this rank's shard.
-        layout: where the full tensor lies.
-        model: the HuggingFace model.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    layout: TensorLayout
-    model: nn.Module
+    name: str  # in the HuggingFace model, or the one around it
+    parameter: nn.Parameter  # this rank's shard
+    layout: TensorLayout  # where the full tensor lies
+    model: nn.Module  # the HuggingFace model
 
     @property
     def mesh(self) -> Mesh:

@@ -132,13 +132,7 @@ class Replacer:
         self.put(
             path,
             VocabParallelEmbedding(
-                weight,
-                layouts["weight"],
-                old.padding_idx,
-                self.mesh.tp,
-                self.partials,
-                tied,
-                scale,
+                weight, layouts["weight"], old.padding_idx, self.mesh.tp, self.partials, tied, scale
             ),
         )
 

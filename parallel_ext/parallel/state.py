@@ -73,10 +73,7 @@ class ParallelState(nn.Module):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        partials: PartialGradients | None,
-        routings: list[Routing],
+        self, plan: Plan, partials: PartialGradients | None, routings: list[Routing]
     ) -> None:
         super().__init__()
         mesh, options = plan.mesh, plan.options

@@ -24,19 +24,12 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_con
 
 @dataclass(frozen=True)
 class Unpadded:
-    """What :func:`unpad_files` has written.
+    """What :func:`unpad_files` has written."""
 
-    Attributes:
-        vocab_size: the rows that the vocabulary has now.
-        padded_vocab_size: those that it had.
-        shortened: names of the tensors that lost rows.
-        tensors: of the model.
-    """
-
-    vocab_size: int
-    padded_vocab_size: int
-    shortened: tuple[str, ...]
-    tensors: int
+    vocab_size: int  # the rows that the vocabulary has now
+    padded_vocab_size: int  # those that it had
+    shortened: tuple[str, ...]  # names of the tensors that lost rows
+    tensors: int  # of the model
 
 
 def unpad_files(

@@ -99,10 +99,7 @@ class TrainerMixin(TrainerFiles):
         ):
             share = self._share_of_labels(inputs)
             computed = super().compute_loss(
-                model,
-                inputs,
-                return_outputs=return_outputs,
-                num_items_in_batch=num_items_in_batch,
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         if share is None:
             return computed
