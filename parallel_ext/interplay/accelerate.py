@@ -350,12 +350,7 @@ def gather(plain: Plain, self: Accelerator, tensor: Any) -> Any:
 def gather_for_metrics(
     plain: Plain, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Extend ``Accelerator.gather_for_metrics`` to return every sample once.
-
-    Raises:
-        NotImplementedError: tp ranks share their data, but this ``Accelerator`` knows of no
-            parallel model.
-    """
+    """Extend ``Accelerator.gather_for_metrics`` to return every sample once, or to raise."""
     mesh = _served(self)
     if mesh is None:
         _refuse_repeated_samples(self)

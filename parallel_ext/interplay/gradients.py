@@ -109,10 +109,7 @@ def clip_grads_with_norm_(
 
 
 def clip_grad_value_(
-    plain: Callable[..., None],
-    parameters: Tensors,
-    clip_value: float,
-    foreach: bool | None = None,
+    plain: Callable[..., None], parameters: Tensors, clip_value: float, foreach: bool | None = None
 ) -> None:
     """Extend ``torch.nn.utils.clip_grad_value_`` to clamp this rank's shards of the gradients."""
     listed = _listed(parameters)

@@ -312,10 +312,7 @@ def load_state_dict(
 ) -> None:
     """Extend ``Optimizer.load_state_dict`` to slice full tensors and refuse other ranks' shards.
 
-    Every rank calls it.
-
-    Raises:
-        RuntimeError: shards are another rank's, or of unknown origin; on every rank.
+    Every rank calls it, and it raises on all or none.
     """
     owners, op_name = owners_in(self), f"{type(self).__name__}.load_state_dict"
     sharded = [owned for owned in owners.values() if owned.is_sharded]

@@ -35,10 +35,6 @@ def save_pretrained(
 
     Rank 0 needs memory for the full tensors of the parallel models in it. Their own method is
     another one. The previous directory stays whole until the new one is.
-
-    Raises:
-        CheckpointError: the directory cannot be replaced.
-        ValueError: ``state_dict`` is what one rank holds.
     """
     if holds_shards(state_dict):
         raise ValueError(
@@ -71,9 +67,6 @@ def resize_token_embeddings(
     """Extend ``PreTrainedModel.resize_token_embeddings`` to models of images around a decoder.
 
     The method of a parallel model is another one.
-
-    Raises:
-        NotImplementedError: the embedding is not that of the one parallel decoder in it.
     """
     if not is_parallel(self):
         return plain(self, *args, **options)

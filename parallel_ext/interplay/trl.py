@@ -34,11 +34,7 @@ def extend_trl() -> None:
 def add_fused_lm_head(
     plain: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Extend TRL's ``add_fused_lm_head`` to multiply each rank's rows of the output head.
-
-    Raises:
-        NotImplementedError: the head is to be cast to fp32, or the model changes its logits.
-    """
+    """Extend TRL's ``add_fused_lm_head`` to multiply each rank's rows of the output head."""
     if (state := own_state(model)) is None:
         plain(model, *args, **kwargs)
         return

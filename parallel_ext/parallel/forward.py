@@ -329,9 +329,7 @@ def _compares_over_dp(model: nn.Module, state: ParallelState) -> bool:
 
 def _trained_over_dp(model: nn.Module, state: ParallelState) -> TrainedParts | None:
     """Return what the dp ranks compare of what they train, None where nobody would wait for it."""
-    gradients = state.fsdp_gradients
-    if gradients is None or state.in_leaf or not torch.is_grad_enabled():
-        return None
-    if state.mesh.device.type != "cpu":
+    gradients, on_cpu = state.fsdp_gradients, state.mesh.device.type == "cpu"
+    if gradients is None or state.in_leaf or not (on_cpu and torch.is_grad_enabled()):
         return None
     return TrainedParts(model, gradients.collectives)

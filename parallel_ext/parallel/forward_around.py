@@ -142,11 +142,7 @@ def _loss(
 def _loss_call(
     model: nn.Module, state: ParallelState, arguments: dict[str, Any]
 ) -> LossCall | None:
-    """Return how a forward that begins computes its loss; None where the class does, of logits.
-
-    Raises:
-        ValueError: ``fused_loss=True``, and something sees or changes the logits.
-    """
+    """Return how a forward that begins computes its loss; None where the class does, of logits."""
     if arguments.get("labels") is None or wants_logits(model, state):
         return None
     head, wants_dict = model.get_output_embeddings(), arguments.get("return_dict")

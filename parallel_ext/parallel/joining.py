@@ -168,9 +168,6 @@ def call_together(
         method: of ``target``, which does what ``run`` does.
         args, kwargs: of ``method``; the first is a directory.
         run: the call on this rank, whose value is returned.
-
-    Raises:
-        NotImplementedError: other ranks are at another place, and cannot join.
     """
     if not _meetings or _meetings[0].are_met:
         return run()

@@ -35,18 +35,14 @@ from parallel_ext.sharding.named_shards import named_shards
 
 
 class KnownOp:
-    """An op, and what it has made of what it was given: shapes, strides and dtypes.
-
-    Attributes:
-        is_own: whether it is an op of this package.
-        makes_new: whether all that it returns is new, and it changes nothing.
-        outputs: by what it was given: whether it returns a sequence, and each tensor of it.
-    """
+    """An op, and what it has made of what it was given: shapes, strides and dtypes."""
 
     def __init__(self, op: Any) -> None:
         schema = schema_of(op)
         self.is_own = op.namespace == "parallel_ext"
+        # Whether all that it returns is new, and it changes nothing.
         self.makes_new = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
+        # By what it was given: whether it returns a sequence, and each tensor of it.
         self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}
 
 

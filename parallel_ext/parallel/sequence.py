@@ -120,11 +120,7 @@ class OwnTokens:
         return self._tokens
 
     def now(self) -> list[int] | None:
-        """Return the tokens of each rank; None where every rank has all.
-
-        Raises:
-            RuntimeError: something is recomputed that does not say what its forward was given.
-        """
+        """Return the tokens of each rank; None where every rank has all."""
         tokens = once(self, self._current)
         return None if tokens is None else tokens.sizes
 

@@ -189,9 +189,6 @@ class LeafLoop(ABC):
         """Run leaves inside the context, each of which finds no gradients.
 
         At its end the gradients of all leaves are added to those that the parameters had before.
-
-        Raises:
-            RuntimeError: not all leaves ran.
         """
         kept = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:

@@ -119,10 +119,7 @@ def profile_step(
 
 
 def _run(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer | None,
-    mesh: Mesh,
+    model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, mesh: Mesh
 ) -> int:
     """Run a training step; return the bytes of the gradients."""
     with record_function(_FORWARD):
