@@ -141,6 +141,13 @@ class LossCall:
         return causal_lm_loss(output, labels, vocab_size, vocab_range, mesh, head=head, **options)
 
 
+def without_logits(output: Any, fields: Mapping[str, Any]) -> Any:
+    """Return an output with other fields, whose ``logits`` raise and say why there are none."""
+    trained = type(output)(**fields)
+    object.__setattr__(trained, "logits", NoLogits())  # beside the items
+    return trained
+
+
 class NoLogits:
     """The ``logits`` of a training forward with labels: none, and an error for whoever uses them.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.invariant import check_attention
-from parallel_ext.nn.fused_loss import LossCall, NoLogits, running
+from parallel_ext.nn.fused_loss import LossCall, running, without_logits
 from parallel_ext.nn.loss import LOSS_OPTIONS, balance_loss, share_of_loss, with_a_label
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.parallel.arguments import arguments_of
@@ -215,9 +215,7 @@ def _with_loss(model: nn.Module, state: ParallelState, begun: _Begun, output: An
         if call.seen_by is None:
             fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         return type(output)(**fields)
-    trained = type(output)(**fields)
-    object.__setattr__(trained, "logits", NoLogits())  # beside the items
-    return trained
+    return without_logits(output, fields)
 
 
 def _loss(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn.fused_loss import LossCall, NoLogits, running, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused, without_logits
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.vocab import TiedHead, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of
@@ -58,9 +58,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         )
     fields = dict(output.items())
     del fields["logits"]
-    trained = type(output)(**fields)
-    object.__setattr__(trained, "logits", NoLogits())  # beside the items
-    return trained
+    return without_logits(output, fields)
 
 
 @disable_compiler

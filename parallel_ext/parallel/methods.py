@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -198,13 +198,9 @@ def save_pretrained(
         if kwargs.get("is_main_process", state_of(model).mesh.rank == 0):
             _write_given(model, save_directory, max_shard_size, state_dict)
         return
-    call_together(
-        model,
-        "save_pretrained",
-        (save_directory,),
-        {"max_shard_size": max_shard_size},
-        lambda: _write(model, save_directory, max_shard_size),
-    )
+    write = partial(_write, model, save_directory, max_shard_size)
+    options = {"max_shard_size": max_shard_size}
+    call_together(model, "save_pretrained", (save_directory,), options, write)
 
 
 def _write(

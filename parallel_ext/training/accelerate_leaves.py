@@ -70,13 +70,8 @@ class LeafSteps:
     def _begin(self, rows: int) -> None:
         """Begin a leaf, with which a step may begin, if the batches of a step can be its leaves."""
         state, accelerator = self._state, self._accelerator()
-        require_equal(
-            state.mesh.control,
-            "Accelerator",
-            {"rows": rows},
-            noun="the batch's ",
-            advice="give every dp rank as many",
-        )
+        control, advice = state.mesh.control, "give every dp rank as many"
+        require_equal(control, "Accelerator", {"rows": rows}, noun="the batch's ", advice=advice)
         check_batches_of_step("Accelerator", state, accelerator.gradient_accumulation_steps)
         begun = f"Accelerator: under px.Invariant(leaves={self.count})"
         loader = accelerator.gradient_state.active_dataloader

@@ -113,13 +113,8 @@ def leaves(
     state.mesh.control.barrier("leaves")
     state.mesh.control.run_on_all("leaves", check)
     compared = {"rows": rows, **{name: _digest(value) for name, value in items.items()}}
-    require_equal(
-        state.mesh.control,
-        "leaves",
-        compared,
-        noun="the batch's ",
-        advice="every rank passes those of the whole batch",
-    )
+    advice = "every rank passes those of the whole batch"
+    require_equal(state.mesh.control, "leaves", compared, noun="the batch's ", advice=advice)
     own = (LeafRuns if state.leaf_sums is None else LeafRounds)(module, state, rows)
     balance = sharing_balance_loss(model, own, items, lambda _, leaf: _part(items, leaf))
     with own.running(), nullcontext() if batch is None else balance:
