@@ -89,14 +89,7 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Extend ``Accelerator.prepare_model`` to take a parallel model as it is, without DDP.
-
-    Raises:
-        NotImplementedError: a ``transformers.Trainer`` calls it, or FSDP or DeepSpeed is to shard
-            the model once more.
-        RuntimeError: dp ranks, of a model without ``px.data_parallel``.
-        ValueError: accelerate sees other ranks, or another device, than the model's mesh.
-    """
+    """Extend ``Accelerator.prepare_model`` to take a parallel model as it is, without DDP."""
     if not is_parallel(model):
         return plain(self, model, device_placement, evaluation_mode)
     _check(self, model, evaluation_mode)

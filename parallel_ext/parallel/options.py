@@ -48,7 +48,7 @@ _WHY_NOT = {
 def check_options(
     own: Callable[..., Any], handed_on: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of a call of ``own`` that ``handed_on`` takes; others change nothing.
+    """Return the options of a call of ``own`` that ``handed_on`` takes, and raise for unknown ones.
 
     Raises:
         TypeError: there is no such option, or not here, and why.
