@@ -286,7 +286,7 @@ def no_sync(plain: Plain, self: Accelerator, model: nn.Module) -> AbstractContex
 def join_uneven_inputs(
     plain: Plain, self: Accelerator, joinables: list[Any], even_batches: bool | None = None
 ) -> AbstractContextManager[None]:
-    """Extend ``Accelerator.join_uneven_inputs`` to leave a parallel model alone, if it can be."""
+    """Extend ``Accelerator.join_uneven_inputs``, which a parallel model does not need."""
     meshes = [state_of(each).mesh for each in joinables if is_parallel(each)]
     if not meshes:
         return plain(self, joinables, even_batches)
