@@ -124,7 +124,7 @@ def other_tuners(trial: Trial) -> None:
     f"{P}.LoraConfig (other options)", *(f"{P}.{n}" for n in OPTIONS), instead="does not support"
 )
 def other_options(trial: Trial) -> None:
-    options = [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"layer_replication": [(0, 1)]}]
+    options = [{"init_lora_weights": "pissa"}, {"layer_replication": [(0, 1)]}]
     options += [{"init_lora_weights": "eva"}]
     for each in options:
         config = peft.LoraConfig(target_modules=["q_proj"], **each)
