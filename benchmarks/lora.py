@@ -1,6 +1,6 @@
 """LoRA: one linear layer beside PEFT's, and a whole training step of a Llama at tp = 2.
 
-    python benchmarks/lora.py [--part linear|step|all] [--dtype float32|bfloat16|all]
+    python benchmarks/lora.py [--part linear|dora|step|all] [--dtype float32|bfloat16|all]
                               [--malloc default|tuned|all] [--repetitions N] [--smallest]
                               [--profile] [--update-docs]
 
@@ -23,12 +23,23 @@ import harness
 import peft
 import torch
 import train_step
-from lora_ranks import ALPHA, COMPETITORS, FROZEN, OURS_DROPOUT, PEFT, PEFT_DROPOUT, PEFT_TP
+from lora_ranks import (
+    ALPHA,
+    COMPETITORS,
+    FROZEN,
+    OF_DORA,
+    OURS_DORA,
+    OURS_DROPOUT,
+    PEFT,
+    PEFT_DORA,
+    PEFT_DROPOUT,
+    PEFT_TP,
+)
 from train_step_ranks import OURS
 from transformers import LlamaForCausalLM
 
 RANKS = Path(__file__).with_name("lora_ranks.py")
-PARTS = ("linear", "step")
+PARTS = ("linear", "dora", "step")
 SHAPES = harness.size(  # (K, F), r
     tuple(itertools.product([(1024, 1024), (1024, 4096)], [16, 64])), (((32, 64), 4),)
 )
@@ -79,16 +90,18 @@ class Linear:
         return f"{target:.2f} {harness.verdict(ratio <= target)}"
 
 
-def measure_linears(dtype: str, malloc: str, options: argparse.Namespace) -> list[Linear]:
+def measure_linears(
+    part: str, dtype: str, malloc: str, options: argparse.Namespace
+) -> list[Linear]:
     """All competitors on all shapes, in one process; exits when they disagree."""
     request = {
-        "task": "linear",
+        "task": part,
         "shapes": SHAPES,
         "dtype": dtype,
         "repetitions": options.repetitions,
         "profile": options.profile,
     }
-    print(f"# {dtype}, {malloc}: linear", file=sys.stderr, flush=True)
+    print(f"# {dtype}, {malloc}: {part}", file=sys.stderr, flush=True)
     results = []
     answers = harness.run_ranks(RANKS, request, ranks=1, threads=2, malloc=malloc)
     for shape, answer in zip(SHAPES, answers, strict=True):
@@ -107,7 +120,8 @@ def _over_competitors(
     results: Sequence[Linear], title: str, cell: Callable[[Linear, str], str]
 ) -> tuple[list[str], list[list[str]]]:
     """Header and rows with a column for every competitor that ran anywhere."""
-    names = [n for n in COMPETITORS if any(n in result.growth_mib for result in results)]
+    all_names = dict.fromkeys((*COMPETITORS, *OF_DORA))
+    names = [n for n in all_names if any(n in result.growth_mib for result in results)]
     rows = [
         [result.name, *(cell(result, name) if name in result.growth_mib else "" for name in names)]
         for result in results
@@ -133,21 +147,27 @@ def linear_tables(results: Sequence[Linear]) -> str:
         f"time / that of the {FROZEN}",
         lambda result, name: ratio(result, name, FROZEN),
     )
-    header += ["ours / PEFT", "the same with dropout", "target", "with dropout", "disturbed"]
+    if OURS_DORA in header:
+        header += ["ours / PEFT", "disturbed"]
+    else:
+        header += ["ours / PEFT", "the same with dropout", "target", "with dropout", "disturbed"]
     for result, row in zip(results, ratios, strict=True):
-        row += [ratio(result, OURS, PEFT), ratio(result, OURS_DROPOUT, PEFT_DROPOUT)]
-        row += [result.verdict(OURS), result.verdict(OURS_DROPOUT)]
+        if OURS_DORA in header:
+            row.append(ratio(result, OURS_DORA, PEFT_DORA))
+        else:
+            row += [ratio(result, OURS, PEFT), ratio(result, OURS_DROPOUT, PEFT_DROPOUT)]
+            row += [result.verdict(OURS), result.verdict(OURS_DROPOUT)]
         row.append(f"{harness.disturbance(result.rounds):.0%}")
     tables = [(header, ratios), times, growth]
     return "\n\n".join(harness.markdown_table(*table) for table in tables)
 
 
-def run_linear(options: argparse.Namespace) -> str:
+def run_linear(part: str, options: argparse.Namespace) -> str:
     """Measure all shapes that the options leave, print the profiles if asked, return the tables."""
     dtypes = harness.chosen(options.dtype, TOLERANCE)
     mallocs = harness.chosen(options.malloc, harness.MALLOC_MODES)
     results = list(
-        itertools.chain(*(measure_linears(d, m, options) for d in dtypes for m in mallocs))
+        itertools.chain(*(measure_linears(part, d, m, options) for d in dtypes for m in mallocs))
     )
     if options.profile:
         for result in results:
@@ -166,7 +186,7 @@ def save_adapter(weights: str, adapter: str) -> None:
     peft.get_peft_model(model, config).save_pretrained(adapter)
 
 
-def run_step(options: argparse.Namespace) -> str:
+def run_step(_: str, options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         weights, adapter = str(Path(scratch, "weights")), str(Path(scratch, "adapter"))
         train_step.save_weights(weights)
@@ -185,7 +205,7 @@ def main() -> None:
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     options = parser.parse_args()
     for part in harness.chosen(options.part, PARTS):
-        tables = {"linear": run_linear, "step": run_step}[part](options)
+        tables = (run_step if part == "step" else run_linear)(part, options)
         about = f"{harness.machine()}, peft {peft.__version__}."
         harness.publish(f"lora {part}", f"{about}\n\n{tables}", options)
 

@@ -28,11 +28,14 @@ OURS_DROPOUT = "parallel_ext, dropout"
 PEFT = "PEFT"
 PEFT_IN_DTYPE = "PEFT, factors in the base's dtype"
 PEFT_DROPOUT = "PEFT, dropout"
+OURS_DORA = "parallel_ext, DoRA"
+PEFT_DORA = "PEFT, DoRA"
 PEFT_TP = "PEFT on transformers TP"
 
 COMPETITORS = (FROZEN, OURS, OURS_IN_DTYPE, PEFT, PEFT_IN_DTYPE, OURS_DROPOUT, PEFT_DROPOUT)
 IN_DTYPE = (OURS_IN_DTYPE, PEFT_IN_DTYPE)  # the same as without it over a base in fp32
 WITH_DROPOUT = (OURS_DROPOUT, PEFT_DROPOUT)
+OF_DORA = (FROZEN, OURS_DORA, PEFT_DORA)
 
 ALPHA, DROPOUT = 32, 0.05
 TOKENS = harness.size(2048, 32)
@@ -88,16 +91,23 @@ class Case:
     def scale(self) -> float:
         return ALPHA / self.lora_a.size(0)
 
-    def expected(self) -> list[torch.Tensor]:
-        """Output and gradients of x, lora_a and lora_b in fp64, by plain formulas."""
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Trained lengths of rows [F], other than those that DoRA begins with."""
+        return self.weight.float().norm(dim=1) * 1.25
+
+    def expected(self, dora: bool) -> list[torch.Tensor]:
+        """Output and gradients of x, the factors and the lengths in fp64, by plain formulas."""
         x, grad, weight, a, b = (t.detach().double() for t in vars(self).values())
-        low, grad_low = x @ a.T * self.scale, grad @ b * self.scale
-        return [
-            x @ weight.T + low @ b.T,
-            grad @ weight + grad_low @ a,
-            grad_low.T @ x,
-            grad.T @ low,
-        ]
+        norms = (weight + self.scale * b @ a).norm(dim=1)
+        factor = self.lengths.double() / norms if dora else torch.ones_like(norms)
+        low = x @ a.T * self.scale
+        output = x @ weight.T + low @ b.T
+        grad_lengths = (grad * output).sum(0) / norms
+        grad = grad * factor
+        grad_low = grad @ b * self.scale
+        gradients = [grad @ weight + grad_low @ a, grad_low.T @ x, grad.T @ low]
+        return [output * factor, *gradients, *([grad_lengths] if dora else [])]
 
     def model(self, competitor: str) -> nn.Module:
         """The module that a user would train: a wrapped linear, or the frozen one."""
@@ -115,15 +125,18 @@ class Case:
             lora_alpha=ALPHA,
             target_modules=["linear"],
             lora_dropout=DROPOUT if competitor in WITH_DROPOUT else 0.0,
+            use_dora=competitor in OF_DORA,
         )
         config._register_custom_module(LAYERS)  # as parallelize would have it for a whole model
         wrapped = peft.get_peft_model(
             _Holder(base), config, autocast_adapter_dtype=competitor not in IN_DTYPE
         )
         with torch.no_grad():
+            values = {"lora_A": self.lora_a, "lora_B": self.lora_b}
+            values["lora_magnitude_vector"] = self.lengths
             for name, parameter in wrapped.named_parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(self.lora_a if "lora_A" in name else self.lora_b)
+                    parameter.copy_(next(v for part, v in values.items() if part in name))
         return wrapped.train()
 
 
@@ -166,9 +179,14 @@ def measure_linear(
 ) -> dict[str, Any]:
     """Times, memory, errors and profiles of all competitors on one shape."""
     case = Case.random(*features, r, dtype)
-    names = [n for n in COMPETITORS if dtype != torch.float32 or n not in IN_DTYPE]
+    dora = request["task"] == "dora"
+    names = [
+        name
+        for name in (OF_DORA if dora else COMPETITORS)
+        if dtype != torch.float32 or name not in IN_DTYPE
+    ]
     layers = {name: Layer(name, case) for name in names}
-    expected = case.expected()
+    expected = case.expected(dora)
     comparable = [n for n in names if n != FROZEN and n not in WITH_DROPOUT]
     errors = {name: layers[name].error(expected) for name in comparable}
     rounds = harness.interleaved(layers, request["repetitions"], warm_up=2)
@@ -226,7 +244,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     request = harness.arguments()
     torch.manual_seed(0)
-    if request["task"] == "linear":
+    if request["task"] in ("linear", "dora"):
         harness.finish(measure_linears(request))
     else:
         train_step_ranks.answer(request, load_adapted)

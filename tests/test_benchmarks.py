@@ -27,6 +27,7 @@ PROMISED = {
     },
     "generation.py": {"greedy, 2 x, default": 1},
     "lora.py --part linear": {"32 -> 64, r=4, float32, default": 3},
+    "lora.py --part dora": {"32 -> 64, r=4, float32, default": 3},
     "moe.py": {"float32, zipf, default": 4},
     "training_checkpoint.py --part speed": {
         **{"parallel_ext, default": 2, "DCP, default": 2, "torch.save, a file a rank, default": 2},
