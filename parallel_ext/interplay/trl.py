@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,10 +16,16 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
-from parallel_ext.nn.vocab import VocabParallelHead
+from parallel_ext.ops.group import Range
 from parallel_ext.parallel.forward import with_balance
+from parallel_ext.parallel.forward_around import (
+    changes_logits_around,
+    hidden_states_around,
+    holds_rows_around,
+    mark_as_ours,
+)
 from parallel_ext.parallel.loss_call import who_sees
-from parallel_ext.parallel.state import own_state, state_of
+from parallel_ext.parallel.state import ParallelState, own_state, state_of
 
 _MODULE = "trl.trainer.utils"
 
@@ -31,11 +37,25 @@ def extend_trl() -> None:
         extend(own, add_fused_lm_head)
 
 
+class _Head(NamedTuple):
+    """The rows of the output head that this rank multiplies by the hidden states."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    vocab_size: int
+    vocab_range: Range
+    group: ops.Group
+
+
 def add_fused_lm_head(
     plain: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Extend TRL's ``add_fused_lm_head`` to multiply each rank's rows of the output head."""
-    if (state := own_state(model)) is None:
+    """Extend TRL's ``add_fused_lm_head`` to multiply each rank's rows of the output head.
+
+    That is the head of a parallel model, or one that is sharded with the decoder in a model.
+    """
+    state = own_state(model)
+    if state is None and not holds_rows_around(model):
         plain(model, *args, **kwargs)
         return
     asked = inspect.signature(plain).bind(model, *args, **kwargs)
@@ -45,8 +65,11 @@ def add_fused_lm_head(
             "add_fused_lm_head(cast_lm_head_to_fp32=True) is not supported on a parallel model of "
             f"{model.dtype}; load it with dtype=torch.float32"
         )
-    spec = state.spec
-    if spec.changes_logits or spec.of_logits:
+    if state is None:
+        changes = changes_logits_around(model)
+    else:
+        changes = state.spec.changes_logits or state.spec.of_logits
+    if changes:
         raise NotImplementedError(
             f"add_fused_lm_head: {type(model).__name__} changes its logits, which is not supported "
             "on a parallel model"
@@ -54,15 +77,49 @@ def add_fused_lm_head(
     own = model.forward
     scale, wanted = 1 / asked.arguments["temperature"], asked.arguments["outputs"]
     output_class = plain.__globals__["FusedCausalLMOutput"]
+    fields = _fields if state is not None else _fields_around
 
     @wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return own(*args, **kwargs)
-        return output_class(**_fields(self, own, scale, wanted, args, kwargs))
+        return output_class(**fields(self, own, scale, wanted, args, kwargs))
 
+    if state is None:
+        mark_as_ours(forward)
+    else:
+        state.own_forward = forward
     model.forward = MethodType(forward, model)
-    state.own_forward = forward
+
+
+def _fields_around(
+    model: nn.Module,
+    own: Callable[..., Any],
+    scale: float,
+    wanted: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, torch.Tensor | None]:
+    """Run what a model holds below its sharded head, and return the fields of TRL's output."""
+    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    count = kwargs.pop("num_items_in_batch", None)
+    configured = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if kwargs.get("output_router_logits", configured):
+        raise NotImplementedError(
+            f"TRL's fused output head on {type(model).__name__} around a parallel decoder: a load "
+            "balancing loss is not supported; pass output_router_logits=False"
+        )
+    if (why_not := why_not_fused(model.get_output_embeddings())) is not None:
+        raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
+    compared = labels if shifted is None else shifted
+    hidden, weights = hidden_states_around(model, compared, args, {**kwargs, "use_cache": False})
+    if weights is None:
+        raise _makes_logits()
+    state = state_of(model)
+    fields, loss = _fields_of(
+        _head_of(state, weights), hidden, labels, shifted, count, scale, wanted
+    )
+    return {**fields, "loss": loss}
 
 
 def _fields(
@@ -77,17 +134,39 @@ def _fields(
     labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     count = kwargs.pop("num_items_in_batch", None)
     state = state_of(model)
-    head = model.get_submodule(state.spec.head)
-    if (why_not := why_not_fused(head) or who_sees(model)) is not None:
+    why_not = why_not_fused(model.get_submodule(state.spec.head)) or who_sees(model)
+    if why_not is not None:
         raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
     call = LossCall(fused=True, shared=True)
     with running(call):
         output = own(*args, **{**kwargs, "use_cache": False, "return_dict": True})
     if not call.handed_over:
-        raise NotImplementedError(
-            "TRL's fused output head on a parallel model: an adapter on the head makes logits"
-        )
-    hidden = output.logits
+        raise _makes_logits()
+    head = _head_of(state, call.weights)
+    fields, loss = _fields_of(head, output.logits, labels, shifted, count, scale, wanted)
+    return fields | with_balance(model, state, output, kwargs, loss)
+
+
+def _head_of(state: ParallelState, weights: tuple[torch.Tensor, torch.Tensor | None]) -> _Head:
+    return _Head(*weights, sum(state.vocab_sizes), state.vocab_range, state.mesh.tp)
+
+
+def _makes_logits() -> NotImplementedError:
+    return NotImplementedError(
+        "TRL's fused output head on a parallel model: an adapter on the head makes logits"
+    )
+
+
+def _fields_of(
+    head: _Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor | None,
+    shifted: torch.Tensor | None,
+    count: torch.Tensor | float | None,
+    scale: float,
+    wanted: tuple[str, ...],
+) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
+    """Return the fields of TRL's output but for losses, and the loss."""
     if shifted is None:  # as TRL does, the last position of each row has no label
         hidden, shifted = hidden[:, :-1], labels[:, 1:]
     mask = shifted != -100
@@ -97,7 +176,7 @@ def _fields(
         hidden.flatten(0, -2),
         head.weight,
         targets,
-        head.out_features,
+        head.vocab_size,
         head.vocab_range,
         bias=head.bias,
         group=head.group,
@@ -120,13 +199,13 @@ def _fields(
             of_squares = statistics_by(replace(how, logit_scale=2 * scale), log_sum_exp=True)
             squares = of_squares.log_sum_exp - 2 * statistics.log_sum_exp
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
-    return fields | with_balance(model, state, output, kwargs, loss)
+    return fields, loss
 
 
-def _mean_logits(head: VocabParallelHead, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+def _mean_logits(head: _Head, hidden: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the mean of the logits over the vocabulary: one product with the mean of the rows."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows = head.weight.sum(0, dtype=wide)
     bias = rows.new_zeros(1) if head.bias is None else head.bias.sum(dtype=wide).view(1)
     total = ops.reduce_from_region(torch.cat([rows, bias]), head.group)
-    return (hidden.to(wide) @ total[:-1] + total[-1]) * (scale / head.out_features)
+    return (hidden.to(wide) @ total[:-1] + total[-1]) * (scale / head.vocab_size)

@@ -90,6 +90,11 @@ class LossCall:
         """Return whether the head has returned hidden states, as one with an adapter does not."""
         return self._head is not None
 
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return weight and bias of the head that has returned hidden states, if one has."""
+        return self._weights
+
     def hand_over(
         self,
         head: VocabParallelHead | TiedHead,

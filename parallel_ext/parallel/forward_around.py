@@ -34,7 +34,12 @@ _OURS = "parallel_ext_stands_for_class"
 def stand_for_class(model: nn.Module) -> None:
     """Let a model around a parallel decoder run :func:`forward`, which runs its class's own."""
     model.forward = bound(forward, model)
-    setattr(model.forward.__func__, _OURS, True)  # functools.wraps hands it on
+    mark_as_ours(model.forward.__func__)  # functools.wraps hands it on
+
+
+def mark_as_ours(function: Any) -> None:
+    """Let a forward stand in a model around a parallel decoder, whose rows of the head it knows."""
+    setattr(function, _OURS, True)
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -72,11 +77,45 @@ def _begin(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
             "class; compute your own from the logits of a call without labels"
         )
     state = state_of(model)
+    _let_compare(state, arguments.get("input_ids"), arguments.get("labels"))
+    return _loss_call(model, state, arguments)
+
+
+def _let_compare(state: ParallelState, ids: Any, labels: Any) -> None:
+    """Let a decoder's forward compare what the model around it was given."""
     state.forward_around_ran = True
     if state.agreement is not None and not state.generates:  # which compares its ids once
-        names = "input_ids", "labels"
-        state.around |= {f"{n} of the model around it": arguments.get(n) for n in names}
-    return _loss_call(model, state, arguments)
+        state.around |= {"input_ids of the model around it": ids}
+        state.around |= {"labels of the model around it": labels}
+
+
+def hidden_states_around(
+    model: nn.Module, labels: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None] | None]:
+    """Run a model around a parallel decoder up to its sharded head, for a loss of the caller's.
+
+    Args:
+        model: whose head each rank has rows of, as :func:`holds_rows_around` says.
+        labels: that tp ranks compare.
+        args, kwargs: of the model's forward, without labels.
+
+    Returns:
+        Hidden states [..., H], replicated, and the head's weight and bias, this rank's rows; None
+        where an adapter on the head makes logits.
+    """
+    arguments = arguments_of(model, "forward", args, kwargs)
+    _let_compare(state_of(model), arguments.get("input_ids"), labels)
+    hidden, call = model.base_model(*args, **kwargs).last_hidden_state, LossCall(fused=True)
+    with running(call):
+        model.get_output_embeddings()(hidden)
+    return hidden, call.weights
+
+
+def changes_logits_around(model: nn.Module) -> bool:
+    """Return whether a model around a decoder may compute its loss of other than its head's."""
+    known = model.config.model_type in _HANDS_LOGITS_ON and _is_of_class(type(model).forward)
+    text = model.config.get_text_config()
+    return not known or getattr(text, "final_logit_softcapping", None) is not None
 
 
 def refuse_replaced_around(decoder: nn.Module, state: ParallelState) -> None:
@@ -105,6 +144,12 @@ def refuse_tied_to_replaced(heads: list[tuple[nn.Module, str]]) -> None:
                 "all of it; undo that (pass Liger fused_linear_cross_entropy=False), or derive a "
                 "class of your own that calls the head"
             )
+
+
+def holds_rows_around(model: nn.Module) -> bool:
+    """Return whether a rank holds only its rows of the head of a model around a decoder."""
+    forward = inspect.unwrap(getattr(model, "forward", model), stop=lambda f: hasattr(f, _OURS))
+    return hasattr(forward, _OURS) and _holds_rows(model)
 
 
 def _holds_rows(model: nn.Module) -> bool:

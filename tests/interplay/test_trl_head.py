@@ -6,8 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
-from reference import Tiny, batch, difference, gradients_of, parallel, shard_differences, worst
-from reference_mixtral import TinyMixtral
+from reference import (
+    Tiny,
+    batch,
+    difference,
+    gradients_of,
+    parallel,
+    refusal,
+    shard_differences,
+    worst,
+)
+from reference_images import image_batch, parallel_pair
+from reference_mixtral import Layout, TinyMixtral
+from reference_training import full_difference
 
 import parallel_ext as px
 
@@ -104,3 +115,70 @@ def test_a_mixture_adds_its_balance_loss(
     ranks = 1 if tp == 1 and count is None else 2
     for differences in pool(ranks).run(_of_a_mixture, tp, count, shifted, asked):
         assert max(differences) < 1e-5
+
+
+def _around(kind: str, layout: Layout, temperature: float) -> dict[str, float]:
+    """The largest differences of fields, and of weights after a step, of a model of images."""
+    mesh = layout.mesh()
+    models = parallel_pair(kind, mesh)
+    dp_ranks, results = (1, mesh.dp_size), []
+    rows = [slice(None), slice(mesh.dp_rank, None, mesh.dp_size)]
+    inputs = image_batch(4, kind, answers=True)
+    for each, own, dp in zip(models, rows, dp_ranks, strict=True):
+        trl_utils.add_fused_lm_head(each, temperature, outputs=FIELDS)
+        given = {name: value[own] for name, value in inputs.items()}
+        output = each(**given, fused_lm_head=True)
+        (-output.log_probs.sum() * dp / 17 + output.entropy.sum() * dp / 31).backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        results.append(output)
+    plain, ours = results
+    found = {
+        name: difference(getattr(ours, name).double(), getattr(plain, name)[rows[1]].double())
+        for name in (*FIELDS, "label_mask")
+    }
+    of_loss = -ours.log_probs.sum() / ours.label_mask.sum()
+    return {
+        **found,
+        "loss": difference(ours.loss, of_loss),
+        "weights": full_difference(*models[::-1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "temperature"),
+    [
+        *(("llava", Layout(1, 2, 1), 0.7), ("llava", Layout(2, 2, 1), 1.0)),
+        *(("tied llava", Layout(1, 2, 1), 1.0), ("tied llava", Layout(2, 2, 1), 0.7)),
+        ("qwen2_vl", Layout(1, 2, 1), 1.0),
+    ],
+    ids=str,
+)
+def test_the_fused_head_of_a_model_of_images(kind: str, layout: Layout, temperature: float) -> None:
+    for differences in pool(layout.world).run(_around, kind, layout, temperature):
+        for name, error in differences.items():
+            assert error < 1e-5, (name, error)
+
+
+def _refused_around() -> list[str]:
+    mesh = Layout(1, 2, 1).mesh()
+    found = []
+    for kind in ("llava", "qwen3_vl_moe"):
+        ours = parallel_pair(kind, mesh)[1]
+        trl_utils.add_fused_lm_head(ours)
+        inputs = image_batch(2, kind)
+        more = {"output_router_logits": True} if kind == "qwen3_vl_moe" else {}
+        if kind == "llava":  # tp ranks with other labels
+            inputs["labels"][0, -1] = 3 + mesh.tp_rank
+        found.append(refusal(lambda: ours(**inputs, **more, fused_lm_head=True)))  # noqa: B023
+    capped = parallel_pair("gemma3", mesh)[1]
+    capped.config.get_text_config().final_logit_softcapping = 30.0
+    return [*found, refusal(lambda: trl_utils.add_fused_lm_head(capped))]
+
+
+def test_what_is_refused_of_a_model_of_images() -> None:
+    words = [
+        "labels of the model around it",
+        "a load balancing loss is not supported; pass output_router_logits=False",
+        "changes its logits, which is not supported",
+    ]
+    pool(2).assert_says(_refused_around, words=words)
