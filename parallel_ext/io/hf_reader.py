@@ -18,6 +18,7 @@ from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.schema import MAX_TENSORS, read_json
+from parallel_ext.io.wrapped_names import wrapped_hint
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 from parallel_ext.sharding.reshard import row_ranges
@@ -199,7 +200,10 @@ class HFDirectory:
         if problems:
             hint = self._vocabulary_hint(layout, vocabulary)
             if not hint and surplus:
-                hint = "To leave tensors out, load by transformers and call px.parallelize"
+                hint = (
+                    wrapped_hint(self.shapes, layout.tensors)
+                    or "To leave tensors out, load by transformers and call px.parallelize"
+                )
             _raise_all(self.path, problems, hint)
         _raise_all(
             self.path,

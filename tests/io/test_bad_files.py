@@ -422,6 +422,10 @@ MODEL = {
             "load by transformers and call px.parallelize",
         ),
     ),
+    "names of a wrapper": Case(
+        _tensors({NORM: None, f"module.{NORM}": lambda _: torch.ones(72)}),
+        (f"{NORM} of shape (72,) is missing", "begin with module.: the model was saved with Dist"),
+    ),
     "everything of another size": Case(
         _config(hidden_size=36, head_dim=4), ("has the shape", "(101, 72)", "(101, 36)", "more")
     ),
