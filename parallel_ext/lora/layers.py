@@ -170,7 +170,11 @@ class AdaptedLinear(Adapted):
             if not self.lora_magnitude_vector:
                 self.adapter_layer_names = (*self.adapter_layer_names, "lora_magnitude_vector")
             name = f"{target}.lora_magnitude_vector.{adapter}.weight"
-            lengths = self._row_norms(adapter, base.weight.detach()).to(base.weight.dtype)
+            weight = base.weight.detach()
+            if factor_a.weight.is_meta:  # low_cpu_mem_usage: to be loaded
+                lengths = weight.new_empty(len(weight), device="meta")
+            else:
+                lengths = self._row_norms(adapter, weight).to(weight.dtype)
             self.lora_magnitude_vector[adapter] = Magnitude(
                 shard_like(layout_b, name, (base.out_features,)), lengths, base.group
             )

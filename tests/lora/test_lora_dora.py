@@ -118,8 +118,21 @@ def test_files_are_those_of_peft_and_merge_at_any_tp(tmp_path: Path) -> None:
         check_life(life, logits, biased=False)
 
 
+def _lean(directory: Path) -> bool:
+    base = parallel(BIASED.model(), mesh_of())
+    lean = peft.PeftModel.from_pretrained(base, directory, low_cpu_mem_usage=True)
+    logits = logits_of(lean, INPUTS)
+    usual = peft.PeftModel.from_pretrained(parallel(BIASED.model(), mesh_of()), directory)
+    return torch.equal(logits, logits_of(usual, INPUTS))
+
+
+def test_it_loads_without_values_of_its_own_first(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path)
+    assert all(pool(2).run(_lean, tmp_path / "second"))
+
+
 def _in_bf16() -> float:
-    """How much larger than their own rounding differences of a length's gradient are."""
+    """How much the loss changes with lengths that change by less than bf16 tells apart."""
     tiny = Tiny(dtype=torch.bfloat16)
     model = adapted(tiny, **DORA)
     with torch.no_grad():
@@ -127,7 +140,7 @@ def _in_bf16() -> float:
         for name, parameter in model.named_parameters():
             if "magnitude" in name:
                 assert parameter.dtype == torch.float32
-                parameter *= 1 + 2**-10  # less than bf16 tells apart
+                parameter *= 1 + 2**-10
         return (model(**INPUTS).loss - before).abs().item()
 
 
