@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "lora_dropout=0.1 does not go with target_parameters=",
     ),
     "a bias": (lambda: _adapt(lora_bias=True), "lora_bias=True does not go with"),
-    "DoRA": (lambda: _adapt(use_dora=True), "does not support use_dora=True"),
+    "DoRA": (lambda: _adapt(use_dora=True), "use_dora=True does not go with target_parameters"),
     "adapters that one rank has switched off": (
         _disabled_on_one_rank,
         "gradients of the experts alone, adapters of rank 0 and 0",
