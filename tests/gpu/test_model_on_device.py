@@ -33,8 +33,15 @@ def _loaded(reference: Any, folder: Path, device: torch.device) -> tuple[Any, px
     return model, mesh
 
 
-def _with_adapters(reference: Any, model: Any) -> tuple[Any, Any]:
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA and rows of tokens": {"use_dora": True, "trainable_token_indices": [90, 0, 41]},
+}
+
+
+def _with_adapters(reference: Any, model: Any, **changes: Any) -> tuple[Any, Any]:
     options = {"r": 5, "lora_alpha": 7, "target_modules": ALL, "init_lora_weights": False}
+    options |= changes
     ours = peft.get_peft_model(model, px.LoraConfig(**options)).double()
     plain = peft.get_peft_model(reference, peft.LoraConfig(**options)).double()
     trained = {name: each for name, each in ours.named_parameters() if each.requires_grad}
@@ -43,18 +50,18 @@ def _with_adapters(reference: Any, model: Any) -> tuple[Any, Any]:
     return plain, ours
 
 
-@pytest.mark.parametrize("name", [*MODELS, "LoRA"])
+@pytest.mark.parametrize("name", [*MODELS, *ADAPTERS])
 def test_steps_are_those_of_huggingface(name: str, device: torch.device, tmp_path: Path) -> None:
     tiny = MODELS.get(name, MODELS["Llama"])
     reference = tiny.model().to(device)
     model, mesh = _loaded(reference, tmp_path, device)
-    if name == "LoRA":
-        reference, model = _with_adapters(reference, model)
+    if name in ADAPTERS:
+        reference, model = _with_adapters(reference, model, **ADAPTERS[name])
     of_steps = (placed(batches(tiny, 1, seed=step), device) for step in range(3))
     differences = differences_of_steps(reference, model, mesh, of_steps)
     assert len(differences) > 20
     error, where = worst(differences)
-    assert error <= FLOOR[torch.float64] * (10 if name == "LoRA" else 1), where
+    assert error <= FLOOR[torch.float64] * (10 if name in ADAPTERS else 1), where
 
 
 @EVERY_MODEL
