@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from parallel_ext.parallel.beside import (
     parameters_beside,
     tensors_beside,
 )
+from parallel_ext.parallel.configuration import names_in_model, names_when_saved
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
@@ -151,8 +153,12 @@ class WholeModel:
                 "configuration by peft.get_peft_model, and then load it"
             )
         opened = cleanup.enter_context(HFDirectory(directory, partial(manifest.open, directory)))
-        opened.check(self.layout.in_files(), self.vocabulary)
+        self.check(opened)
         return opened.file_of
+
+    def check(self, opened: HFDirectory) -> None:
+        """Raise a CheckpointError unless a directory holds the tensors of this model."""
+        opened.check(self.layout.in_files(), self.vocabulary)
 
     def dropout_masks(self) -> dict[str, Any]:
         return {}
@@ -164,8 +170,8 @@ class WholeModel:
 class OwnModule(WholeModel):
     """A module of a user's own: the parallel model in it, and what is beside that.
 
-    Names are those of its ``state_dict()`` in one process. A class of transformers reads it by its
-    ``from_pretrained``.
+    Names in files are those of its ``state_dict()`` in one process, and of a class of transformers
+    those that its ``save_pretrained`` writes, of which it reads both by its ``from_pretrained``.
 
     Args:
         module: it holds one parallel model, without adapters.
@@ -180,7 +186,25 @@ class OwnModule(WholeModel):
             for name, tensor in tensors_beside(module)
             if name in layout.tensors
         }
-        super().__init__(module, layout, [f"{self._prefix}{name}" for name in inner.vocabulary])
+        vocabulary = [f"{self._prefix}{name}" for name in inner.vocabulary]
+        super().__init__(module, layout, vocabulary)
+        self._names, self._plain_layout = {}, layout
+        if self._of_transformers:
+            shapes = {name: each.shape for name, each in layout.tensors.items()}
+            self._name_files(names_when_saved(module, shapes))
+
+    @property
+    def _of_transformers(self) -> bool:
+        return hasattr(self.model, "can_generate")  # so that it has a configuration
+
+    def _name_files(self, names: Mapping[str, str]) -> None:
+        """Let files hold tensors under the names that ``names`` has for those in the module."""
+        self._names, plain = names, self._plain_layout
+        parts = {
+            name: tuple(replace(each, name=names.get(each.name, each.name)) for each in of)
+            for name, of in ((name, plain.parts_of(name)) for name in plain)
+        }
+        self.layout = replace(plain, parts=parts)
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
         inner = self._inner.values(rank)
@@ -192,6 +216,13 @@ class OwnModule(WholeModel):
         for name, (parameter, _) in parameters_beside(self.model).items():
             yield name, parameter
 
+    def check(self, opened: HFDirectory) -> None:
+        if self._of_transformers:  # saved, perhaps, by a model that was loaded from other files
+            others = [name for name in opened.shapes if name not in self._plain_layout]
+            in_model = names_in_model(self.model, others)
+            self._name_files({name: in_file for in_file, name in in_model.items()})
+        vocabulary = [self._names.get(name, name) for name in self.vocabulary]
+        opened.check(self.layout.in_files(), vocabulary)
+
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-        of_transformers = hasattr(self.model, "can_generate")  # so that it has a configuration
-        return super().json_files(files) if of_transformers else self._inner.json_files(files)
+        return (super() if self._of_transformers else self._inner).json_files(files)

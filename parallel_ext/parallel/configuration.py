@@ -14,7 +14,12 @@ import transformers
 from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.errors import CheckpointError
@@ -244,6 +249,22 @@ def names_in_model(model: transformers.PreTrainedModel, in_files: Iterable[str])
         renamed, converter = rename_source_key(name, renamings, converters, prefix, known)
         names[name] = renamed if converter is None else name
     return names
+
+
+def names_when_saved(
+    model: transformers.PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Return, by their names in a plain model of transformers, those that it saves tensors under.
+
+    A tensor that transformers would split or join with others keeps its name.
+
+    Args:
+        shapes: of the full tensors by their names in the model.
+    """
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    saved = revert_weight_conversion(model, dict(tensors))
+    names = {id(tensor): name for name, tensor in saved.items()}
+    return {name: names.get(id(tensor), name) for name, tensor in tensors.items()}
 
 
 def _auto_class(directory: HFDirectory, config: transformers.PreTrainedConfig) -> Any:

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext.io.hf_reader import HFDirectory
 
 STEPS = 2
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
@@ -182,6 +183,8 @@ def _files(folder: str, kind: str) -> float:
         if step == 0:
             saved = px.save_checkpoint(folder, 1, ours, optimizers[1])
             ours.save_pretrained(f"{folder}/out")
+            both = [HFDirectory(Path(each)).shapes for each in (saved, f"{folder}/out")]
+            assert both[0] == both[1]
             for directory in (saved, f"{folder}/out"):
                 options = {"dtype": torch.float64, **EAGER}
                 read = type(reference).from_pretrained(directory, **options).state_dict()
