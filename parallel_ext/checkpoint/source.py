@@ -170,8 +170,8 @@ class WholeModel:
 class OwnModule(WholeModel):
     """A module of a user's own: the parallel model in it, and what is beside that.
 
-    Names in files are those of its ``state_dict()`` in one process, and of a class of transformers
-    those that its ``save_pretrained`` writes, of which it reads both by its ``from_pretrained``.
+    Names in files are those of its ``state_dict()`` in one process; of a class of transformers
+    those that its ``save_pretrained`` writes, and ``from_pretrained`` and checkpoints read both.
 
     Args:
         module: it holds one parallel model, without adapters.
