@@ -254,8 +254,6 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
     TINY.model().save_pretrained(base)
-    _trained(TINY.model(), tmp_path / "dora", use_dora=True)
-    assert "does not support use_dora=True" in _refused(capsys, tmp_path / "dora", base, out)
     assert "has no adapter_config.json, so it is no adapter" in _refused(capsys, base, base, out)
     good = tmp_path / "good"
     _trained(TINY.model(), good)
@@ -274,6 +272,8 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     ranks = tmp_path / "ranks"
     shutil.copytree(good, ranks)
     config = json.loads((good / "adapter_config.json").read_text())
+    (ranks / "adapter_config.json").write_text(json.dumps(config | {"layer_replication": [[0, 1]]}))
+    assert "does not support layer_replication" in _refused(capsys, ranks, base, out)
     (ranks / "adapter_config.json").write_text(json.dumps(config | {"r": 5}))
     assert "is of rank 3, but by adapter_config.json of 5" in _refused(capsys, ranks, base, out)
     mixtral = tmp_path / "mixtral"
@@ -281,6 +281,11 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     fewer = TinyMixtral(dtype=torch.float32, inner=5).model()
     _trained(fewer, tmp_path / "experts", **ON_EXPERTS)
     assert "has no model.layers" in _refused(capsys, tmp_path / "experts", mixtral, out)
+    resized = Tiny(dtype=torch.float32, vocab_size=120).model()
+    _trained(resized, tmp_path / "tokens", trainable_token_indices=[119, 3])
+    assert "its vocabulary was resized" in _refused(capsys, tmp_path / "tokens", base, out).replace(
+        "\n", " "
+    )
     tied = tmp_path / "tied"
     Tiny(dtype=torch.float32, tied=True).model().save_pretrained(tied)
     _trained(TINY.model(), tmp_path / "head", target_modules=["lm_head"])
