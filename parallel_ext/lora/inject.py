@@ -9,7 +9,7 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.transformers_weight_conversion import (
     convert_peft_config_for_transformers,
     get_model_conversion_mapping,
@@ -47,40 +47,43 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRow
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
 
 
-def _is_all_linear(config: peft.LoraConfig) -> bool:
-    return str(config.target_modules).lower() == "all-linear"
-
-
-def _warn_of_left_out(model: nn.Module, config: peft.LoraConfig) -> None:
-    """Warn of linears beside a parallel model, as of a tower of images, that PEFT would adapt."""
-    if not _is_all_linear(config):
-        return
+def _linears_beside(model: nn.Module) -> list[str]:
+    """Return the paths of linears beside a parallel model, as in a tower of images, but a head."""
     inside = beginnings_inside(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    beside = [
-        path
+    return [
+        path.removesuffix(".base_layer")
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not path.startswith(inside)
+        if isinstance(module, nn.Linear)
+        and ".lora_" not in path
+        and module is not head
+        and not path.startswith(inside)
     ]
-    if beside:
-        warn_user(
-            'target_modules="all-linear" adapts the linears of the parallel model. In one process '
-            f"PEFT adapts these too: {first_few(beside)}"
-        )
 
 
-def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
+def resolve_targets(model: nn.Module, config: peft.LoraConfig, state: ParallelState) -> None:
     """Write the targets into ``config`` by the names that they have in the model.
 
-    "all-linear" means the linears of a parallel model. The names that experts had in transformers 4
-    (``w1``) become ``target_parameters``, as PEFT does a little later.
+    "all-linear" means the linears of a parallel model and those beside it, which with dropout would
+    have other masks on each tp rank. The names that experts had in transformers 4 (``w1``) become
+    ``target_parameters``, as PEFT does a little later.
     """
-    if _is_all_linear(config):
-        config.target_modules = {
+    if str(config.target_modules).lower() == "all-linear":
+        sharded = {
             path.removesuffix(".base_layer")
             for path, module in model.named_modules()
             if isinstance(module, _LINEARS)
         }
+        beside = _linears_beside(model)
+        if config.lora_dropout and state.mesh.tp_size > 1:
+            if beside and state.mesh.rank == 0:
+                warn_user(
+                    f'target_modules="all-linear" with lora_dropout={config.lora_dropout} at '
+                    f"tp={state.mesh.tp_size} adapts the linears of the parallel model. In one "
+                    f"process, or without dropout, PEFT adapts these too: {first_few(beside)}"
+                )
+            beside = []
+        config.target_modules = {*sharded, *beside}
     convert_peft_config_for_transformers(config, model, get_model_conversion_mapping(model))
 
 
@@ -104,15 +107,19 @@ def refuse_mixture(
 def refuse_whole(
     model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
-    """Refuse an adapter on a module that every rank holds whole.
+    """Refuse an adapter on a module of a parallel model that every rank holds whole.
 
-    PEFT's adapters on it would begin with other factors, and draw other dropout masks, on each
-    rank.
+    One beside the model, as in a tower of images, takes PEFT's own, which begin with equal factors;
+    but at tp > 1 without dropout, whose masks each rank would draw for itself.
     """
     if not config.target_modules:
         return
+    inside = beginnings_inside(model)
     for path, module in model.named_modules():
-        if isinstance(module, _WHOLE) and check_target_module_exists(config, path):
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        if not isinstance(base, _WHOLE) or not check_target_module_exists(config, path):
+            continue
+        if path.startswith(inside):
             reasons = state.spec.unadapted.items()
             why = [reason for beginning, reason in reasons if path.startswith(beginning)]
             raise NotImplementedError(
@@ -120,6 +127,12 @@ def refuse_whole(
                 + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
                 + '; target others, or "all-linear" for all that are sharded'
                 + _by_path(model, config)
+            )
+        if config.lora_dropout and state.mesh.tp_size > 1:
+            raise NotImplementedError(
+                f"{op_name}: lora_dropout={config.lora_dropout} on {path} is not supported at "
+                f"tp={state.mesh.tp_size}: every rank holds it whole, and would draw masks of its "
+                "own; leave it out, or the dropout" + _by_path(model, config)
             )
 
 
@@ -325,9 +338,7 @@ def inject_adapter(
         refuse_unsupported(config, op_name)
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{op_name}: add adapters before px.data_parallel shards the model")
-        if state.mesh.rank == 0:
-            _warn_of_left_out(model, config)
-        resolve_targets(model, config)
+        resolve_targets(model, config, state)
         refuse_mixture(model, config, op_name, state)
         refuse_parameters(model, config, op_name)
         refuse_whole(model, config, op_name, state)

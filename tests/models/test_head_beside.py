@@ -118,7 +118,12 @@ def test_it_trains_with_a_bias_as_in_one_process(layout: Layout) -> None:
 
 
 ADAPTERS = {
+    "on the tower": {
+        "target_modules": rf"{OF_TEXT}|.*vision_tower.*\.q_proj|.*projector.linear_1",
+        "use_dora": True,
+    },
     "on the head": {"target_modules": rf"{OF_TEXT}|lm_head"},
+    "on all linears": {"target_modules": "all-linear"},
     "rows of tokens": {
         "target_modules": OF_TEXT,
         "trainable_token_indices": {"embed_tokens": [60, 2], "lm_head": [3, 1]},

@@ -406,21 +406,22 @@ def test_check_gradients_of_what_has_no_loss_is_refused_by_name() -> None:
 def _misused() -> tuple[list[str], list[str]]:
     """Texts of refusals and warnings, and the modules that the advice of one reaches."""
     reference, ours = parallel_pair("llava", Layout(1, 2, 1).mesh())
-    of_towers_too = px.LoraConfig(r=2, target_modules=["q_proj"])
+    of_towers_too = px.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)
     texts = [refusal(lambda: peft.get_peft_model(ours, of_towers_too))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        peft.get_peft_model(ours, px.LoraConfig(r=2, target_modules="all-linear"))
+        everywhere = px.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
+        peft.get_peft_model(ours, everywhere)
     texts += [str(each.message) for each in caught if each.filename == __file__]
     advice = texts[0].split('target_modules=r"')[1].split('"')[0]
     return texts, [path for path, _ in reference.named_modules() if re.fullmatch(advice, path)]
 
 
-def test_what_reaches_beyond_the_decoder_is_named() -> None:
+def test_what_reaches_beyond_the_decoder_with_dropout_is_named() -> None:
     attentions = [f"model.language_model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
     warned = []
     for (adapted, *warned_here), reached in pool(2).run(_misused):
-        assert "every rank holds it whole" in adapted
+        assert "every rank holds it whole, and would draw masks of its own" in adapted
         assert reached == attentions
         warned += warned_here
     assert len(warned) == 1  # by rank 0
