@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.transformers_weight_conversion import (
     convert_peft_config_for_transformers,
@@ -75,7 +76,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig, state: ParallelSt
             if isinstance(module, _LINEARS)
         }
         beside = _linears_beside(model)
-        if config.lora_dropout and state.mesh.tp_size > 1:
+        if _draws_masks(config, state):
             if beside and state.mesh.rank == 0:
                 warn_user(
                     f'target_modules="all-linear" with lora_dropout={config.lora_dropout} at '
@@ -110,7 +111,7 @@ def refuse_whole(
     """Refuse an adapter on a module of a parallel model that every rank holds whole.
 
     One beside the model, as in a tower of images, takes PEFT's own, which begin with equal factors;
-    but at tp > 1 without dropout, whose masks each rank would draw for itself.
+    but it is not trained with dropout at tp > 1, whose masks each rank would draw for itself.
     """
     if not config.target_modules:
         return
@@ -128,12 +129,39 @@ def refuse_whole(
                 + '; target others, or "all-linear" for all that are sharded'
                 + _by_path(model, config)
             )
-        if config.lora_dropout and state.mesh.tp_size > 1:
+        if _draws_masks(config, state):
             raise NotImplementedError(
                 f"{op_name}: lora_dropout={config.lora_dropout} on {path} is not supported at "
                 f"tp={state.mesh.tp_size}: every rank holds it whole, and would draw masks of its "
                 "own; leave it out, or the dropout" + _by_path(model, config)
             )
+
+
+def _draws_masks(config: peft.LoraConfig, state: ParallelState) -> bool:
+    """Return whether adapters of PEFT's own would be trained with masks of each tp rank."""
+    return bool(config.lora_dropout) and state.mesh.tp_size > 1 and not config.inference_mode
+
+
+class _NoMasks(nn.Dropout):
+    """The dropout of an adapter that was loaded for inference: raises where it would draw masks."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise NotImplementedError(
+                f"lora_dropout={self.p:g} on what every rank holds whole, as a tower of images, "
+                "would have masks of its own on each tp rank; call model.eval(), or load the "
+                "adapter with lora_dropout=0"
+            )
+        return input
+
+
+def _refuse_masks(model: nn.Module, adapter_name: str) -> None:
+    """Let PEFT's own layers of an adapter refuse to draw dropout masks."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, Mergeable):
+            dropout = module.lora_dropout[adapter_name] if adapter_name in module.r else None
+            if isinstance(dropout, nn.Dropout):
+                module.lora_dropout[adapter_name] = _NoMasks(dropout.p)
 
 
 def _by_path(model: nn.Module, config: peft.LoraConfig) -> str:
@@ -352,6 +380,8 @@ def inject_adapter(
     register_layers(config, LAYERS)
     with seeded_by(seed):
         plain(self, model, adapter_name, *args, **kwargs)
+    if state.mesh.tp_size > 1:
+        _refuse_masks(model, adapter_name)
     state.adapted = True
 
 

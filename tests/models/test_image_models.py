@@ -428,6 +428,34 @@ def test_what_reaches_beyond_the_decoder_with_dropout_is_named() -> None:
     assert "PEFT adapts these too: model.vision_tower" in warned[0]
 
 
+def _published(folder: str) -> tuple[float, list[str]]:
+    """How far answers with a published adapter are off, and what is refused of it in training."""
+    mesh = Layout(1, 2, 1).mesh()
+    reference, ours = parallel_pair("llava", mesh)
+    names = ["q_proj", "down_proj", "fc1", "linear_2"]
+    config = peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.3, init_lora_weights=False)
+    reference = peft.get_peft_model(reference, config).eval()
+    if mesh.rank == 0:
+        reference.save_pretrained(folder)
+    mesh.control.barrier("saved")
+    refused = refusal(lambda: peft.PeftModel.from_pretrained(ours, folder, is_trainable=True))
+    _, ours = parallel_pair("llava", mesh)
+    ours = peft.PeftModel.from_pretrained(ours, folder)
+    rows = image_batch(2)
+    with torch.no_grad():
+        logits = [model(**rows).logits for model in (reference, ours)]
+    if mesh.rank != 0:  # whose adapter is that of the file
+        logits[0] = logits[1]
+    return difference(*logits), [refused, refusal(lambda: ours.train()(**rows))]
+
+
+def test_an_adapter_of_towers_with_dropout_is_for_inference(tmp_path: Path) -> None:
+    words = ["would draw masks of its own", "would have masks of its own on each tp rank"]
+    for error, texts in pool(2).run(_published, str(tmp_path)):
+        assert error <= 1e-6
+        assert all(each in text for each, text in zip(words, texts, strict=True)), texts
+
+
 def _head_kept() -> list[str]:
     tied, untied = (
         parallel_pair(kind, Layout(1, 2, 1).mesh())[1] for kind in ("tied llava", "llava")
