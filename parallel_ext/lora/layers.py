@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
 from parallel_ext import ops
@@ -222,14 +223,23 @@ class AdaptedLinear(Adapted):
             output = ops.reduce_from_region(output, base.summed_over)
         return output if bias is None else output + bias.to(output.dtype)
 
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
+        super().check_merge(safe_merge, adapter_names, keep)
+        names = self.here(check_adapters_to_merge(self, adapter_names))
+        for name in names if safe_merge else ():
+            if self.use_dora[name] and not self._lengths(name).isfinite().all():
+                raise ValueError(f"NaN or infinite lengths of rows: {name} seems broken")
+
+    def _lengths(self, adapter: str) -> torch.Tensor:
+        return local_part(self.lora_magnitude_vector[adapter].weight.detach())
+
     def _written(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
         if not any(self.use_dora[name] for name in names):
             return super()._written(names, safe_merge)
         (name,), base = names, self.get_base_layer()
         weight = base.weight.detach()
         factor_a, factor_b = (local_part(each.detach()) for each in self._factor_pair(name))
-        lengths = local_part(self.lora_magnitude_vector[name].weight.detach())
-        factor_b, lengths = rows_here(factor_b, weight), rows_here(lengths, weight)
+        factor_b, lengths = (rows_here(each, weight) for each in (factor_b, self._lengths(name)))
         norms = row_norms(base, local_part(weight), factor_a, factor_b, self.scaling[name])
         merged = local_part(weight) + rows_here(self._delta(name), weight)
         merged *= (lengths / norms).unsqueeze(1)

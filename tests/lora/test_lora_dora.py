@@ -149,6 +149,19 @@ def test_lengths_count_in_fp32_over_a_base_in_bf16() -> None:
         assert change > 0
 
 
+def _merge_broken(target: str) -> None:
+    model = adapted(TINY, **DORA, target_modules=[target])
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name and (target == "o_proj" or mesh_of().tp_rank == 1):
+            parameter.data[0] = float("nan")
+    model.merge_adapter(safe_merge=True)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "o_proj"])
+def test_safe_merge_refuses_lengths_that_are_not_finite(target: str) -> None:
+    pool(2).assert_raises(_merge_broken, target, error="ValueError", words="infinite lengths")
+
+
 # What is refused.
 
 
