@@ -187,6 +187,12 @@ def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) ->
         if not getattr(base, "tied", False) or path.endswith(".base_layer"):
             continue
         targeted = config.target_modules and check_target_module_exists(config, path)
+        if targeted and config.trainable_token_indices:
+            raise NotImplementedError(
+                f"{op_name}: an adapter on {path}, which shares its weight with the other end, "
+                "beside trainable_token_indices is not supported; leave one of them out, or untie "
+                "embedding and head"
+            )
         if targeted or getattr(module, "scaling", None):
             ends.append(path)
     if len(ends) > 1 or (ends and config.ensure_weight_tying):

@@ -47,6 +47,8 @@ def extend_peft() -> None:
     extend(BaseTuner.__init__, inject.start_tuner)
     extend(peft.LoraModel.inject_adapter, inject.inject_adapter)
     extend(TrainableTokensWrapper.init_modules, tokens.put_inside)
+    extend(TrainableTokensWrapper.adapter_state_dict, tokens.rows_to_save)
+    extend(TrainableTokensWrapper.adapter_state_dict_load_map, tokens.rows_to_save)
     extend(ModulesToSaveWrapper.update, tokens.copy_to_save)
     extend(peft.PeftModel.get_nb_trainable_parameters, inject.count_parameters)
     extend(peft.PeftModel.save_pretrained, files.save_pretrained)

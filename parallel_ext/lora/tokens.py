@@ -198,6 +198,23 @@ def put_inside(
     self.makes_logits = getattr(base, "makes_logits", False)
 
 
+def rows_to_save(
+    plain: Callable[..., dict[str, Any]],
+    self: TrainableTokensWrapper,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Extend what ``TrainableTokensWrapper`` saves and loads: nothing of an adapter without rows.
+
+    PEFT looks for rows of every adapter in the model.
+    """
+    tokens = self.token_adapter
+    if isinstance(tokens, TokenRows) and adapter_name not in tokens.trainable_tokens_delta:
+        return {}
+    return plain(self, adapter_name, *args, **kwargs)
+
+
 def refuse_tokens(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
     """Raise unless ``trainable_token_indices`` are rows of the parallel embedding or head."""
     given = config.trainable_token_indices
@@ -213,6 +230,12 @@ def refuse_tokens(model: nn.Module, config: peft.LoraConfig, op_name: str) -> No
 
 def _refuse_rows(path: str, module: nn.Module, indices: list[int], op_name: str) -> None:
     if isinstance(module, TrainableTokensWrapper):
+        if module.token_adapter.tied_adapter:
+            raise NotImplementedError(
+                f"{op_name}: trainable_token_indices names {path}, which has the rows of the "
+                "embedding with an adapter of before, since they share one weight; give ids of the "
+                "embedding, or untie the two"
+            )
         module = module.original_module
     if not isinstance(module, _WITH_ROWS):
         raise NotImplementedError(

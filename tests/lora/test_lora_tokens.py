@@ -133,6 +133,25 @@ def test_several_adapters_have_rows_of_their_own(tmp_path: Path) -> None:
         assert max(differences) < 1e-9
 
 
+def _without_rows(directory: Path) -> float:
+    """How far a model with rows in one adapter of two is from itself, saved and loaded again."""
+    model = adapted(Tiny(tied=True), **ROWS)
+    model.add_adapter("second", config(target_modules=["q_proj"]))
+    model.save_pretrained(directory)
+    base = parallel(Tiny(tied=True).model(), mesh_of())
+    again = peft.PeftModel.from_pretrained(base, directory)
+    again.load_adapter(directory / "second", "second")
+    for each in (model, again):
+        each.set_adapter("second")
+    return (logits_of(again, INPUTS) - logits_of(model, INPUTS)).abs().max().item()
+
+
+def test_an_adapter_without_rows_stands_beside_one_with_them(tmp_path: Path) -> None:
+    assert pool(2).run(_without_rows, tmp_path) == [0.0, 0.0]
+    found = load_file(tmp_path / "second" / FILE)
+    assert all("lora_" in name for name in found)
+
+
 # What is refused.
 
 
@@ -148,6 +167,16 @@ def _merge_twice_the_same() -> None:
     model.base_model.merge_adapter(["default", "second"])
 
 
+def _head_after_embedding() -> None:
+    model = adapted(Tiny(tied=True), **ROWS)
+    indices = {"lm_head": [5]}
+    model.add_adapter("second", config(target_modules=["k_proj"], trainable_token_indices=indices))
+
+
+def _beside_tied_head() -> None:
+    adapted(Tiny(tied=True), **{**ROWS, "target_modules": ["lm_head"]})
+
+
 def _add(indices: Any) -> None:
     adapted(**{**ROWS, "trainable_token_indices": indices})
 
@@ -158,6 +187,18 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], str, str]] = {
     "twice": (_add, ([3, 4, 3],), "ValueError", "name 3 more than once"),
     "a projection": (_add, ({"q_proj": [1]},), "NotImplementedError", "a ColumnParallelLinear"),
     "one end": (_merge_one_end, (), "ValueError", "embedding and head share this weight"),
+    "the tied head later": (
+        _head_after_embedding,
+        (),
+        "NotImplementedError",
+        "names lm_head, which",
+    ),
+    "beside a tied head": (
+        _beside_tied_head,
+        (),
+        "NotImplementedError",
+        "adapter on lm_head, which",
+    ),
     "overlapping": (_merge_twice_the_same, (), "ValueError", "have rows of the same tokens"),
 }
 
