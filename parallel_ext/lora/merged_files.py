@@ -102,6 +102,7 @@ class _Adapter:
                     self.factors.setdefault(target, {})[kind] = name
                     break
             else:
+                inner = inner.replace(".token_adapter.base_layer.", ".")
                 self.whole[inner.replace(".base_layer.", ".")] = name
 
     @property
@@ -266,7 +267,8 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )
-        replaced, merged = own.whole.keys() - own.changed.keys(), {*own.changed, *own.tokens}
+        merged = {*own.changed, *own.tokens}
+        replaced = own.whole.keys() - merged
         return Merged(len(model.shapes), len(merged), len(replaced), num_bytes)
 
 
