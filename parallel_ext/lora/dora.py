@@ -28,7 +28,10 @@ class Magnitude(ShardedModule):
         self.weight = nn.Parameter(values)
 
     def over(self, norms: torch.Tensor, base: Any) -> torch.Tensor:
-        """Return what this rank's outputs of ``base`` are multiplied by, as its own addends are."""
+        """Return the trained lengths over ``norms``, by which what this rank computes is multiplied.
+
+        That is its outputs of ``base``, or where that is sharded by columns its addends of all.
+        """
         by_columns = base.layouts["weight"].dim == 1
         group = base.group if by_columns else base.replicas
         return for_use(self.weight, self.layouts["weight"].name, group, base.partials) / norms
