@@ -28,9 +28,9 @@ class Magnitude(ShardedModule):
         self.weight = nn.Parameter(values)
 
     def over(self, norms: torch.Tensor, base: Any) -> torch.Tensor:
-        """Return the trained lengths over ``norms``, by which what this rank computes is multiplied.
+        """Return the trained lengths over ``norms``: what this rank's outputs are multiplied by.
 
-        That is its outputs of ``base``, or where that is sharded by columns its addends of all.
+        Where ``base`` is sharded by columns these are its addends of all outputs.
         """
         by_columns = base.layouts["weight"].dim == 1
         group = base.group if by_columns else base.replicas

@@ -49,7 +49,7 @@ def extend_peft() -> None:
     extend(TrainableTokensWrapper.init_modules, tokens.put_inside)
     extend(TrainableTokensWrapper.adapter_state_dict, tokens.rows_to_save)
     extend(TrainableTokensWrapper.adapter_state_dict_load_map, tokens.rows_to_save)
-    extend(ModulesToSaveWrapper.update, tokens.copy_to_save)
+    extend(ModulesToSaveWrapper.update, inject.copy_to_save)
     extend(peft.PeftModel.get_nb_trainable_parameters, inject.count_parameters)
     extend(peft.PeftModel.save_pretrained, files.save_pretrained)
     extend(peft.PeftModel.load_adapter, files.load_adapter)

@@ -14,7 +14,7 @@ import peft
 import torch
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
-from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils import TrainableTokensWrapper
 from torch import nn
 
 from parallel_ext import ops
@@ -223,14 +223,17 @@ def refuse_tokens(model: nn.Module, config: peft.LoraConfig, op_name: str) -> No
         names = [path for path, module in model.named_modules() if module is embedding]
         given = {name: given for name in names if given}
     for target, indices in given.items():
+        alone = len(given) == 1 or any(each != indices for each in given.values())
         for path, module in model.named_modules():
             if path.endswith(target):
-                _refuse_rows(path, module, indices, op_name)
+                _refuse_rows(path, module, indices, alone, op_name)
 
 
-def _refuse_rows(path: str, module: nn.Module, indices: list[int], op_name: str) -> None:
+def _refuse_rows(
+    path: str, module: nn.Module, indices: list[int], alone: bool, op_name: str
+) -> None:
     if isinstance(module, TrainableTokensWrapper):
-        if module.token_adapter.tied_adapter:
+        if module.token_adapter.tied_adapter and alone:
             raise NotImplementedError(
                 f"{op_name}: trainable_token_indices names {path}, which has the rows of the "
                 "embedding with an adapter of before, since they share one weight; give ids of the "
@@ -254,18 +257,3 @@ def _refuse_rows(path: str, module: nn.Module, indices: list[int], op_name: str)
         raise ValueError(
             f"{op_name}: trainable_token_indices of {path} name {first_few(several)} more than once"
         )
-
-
-def copy_to_save(
-    plain: Callable[..., None],
-    self: ModulesToSaveWrapper,
-    adapter_name: str,
-    tied_module: nn.Module | None = None,
-    **kwargs: Any,
-) -> None:
-    """Extend ``ModulesToSaveWrapper.update``: tie a head to the copy of a parallel embedding."""
-    if not isinstance(tied_module, VocabParallelEmbedding):
-        plain(self, adapter_name, tied_module, **kwargs)
-        return
-    plain(self, adapter_name, **kwargs)
-    self.modules_to_save[adapter_name].weight = tied_module.weight

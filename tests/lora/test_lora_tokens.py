@@ -136,14 +136,19 @@ def test_several_adapters_have_rows_of_their_own(tmp_path: Path) -> None:
 def _without_rows(directory: Path) -> float:
     """How far a model with rows in one adapter of two is from itself, saved and loaded again."""
     model = adapted(Tiny(tied=True), **ROWS)
+    both = {"embed_tokens": [5, 2], "lm_head": [5, 2]}  # which stand for one
+    model.add_adapter("both", config(target_modules=["q_proj"], trainable_token_indices=both))
     model.add_adapter("second", config(target_modules=["q_proj"]))
     model.save_pretrained(directory)
     base = parallel(Tiny(tied=True).model(), mesh_of())
     again = peft.PeftModel.from_pretrained(base, directory)
-    again.load_adapter(directory / "second", "second")
-    for each in (model, again):
-        each.set_adapter("second")
-    return (logits_of(again, INPUTS) - logits_of(model, INPUTS)).abs().max().item()
+    differences = []
+    for name in ("both", "second"):
+        again.load_adapter(directory / name, name)
+        for each in (model, again):
+            each.set_adapter(name)
+        differences.append((logits_of(again, INPUTS) - logits_of(model, INPUTS)).abs().max())
+    return max(differences).item()
 
 
 def test_an_adapter_without_rows_stands_beside_one_with_them(tmp_path: Path) -> None:
