@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft.utils.other import get_pattern_key
 from transformers import CONFIG_MAPPING
 
@@ -27,7 +28,12 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
 from parallel_ext.models import SPECS, ModelSpec, spec_of_text
-from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.configuration import (
+    build_on_meta,
+    configurations,
+    is_of_images,
+    names_in_model,
+)
 from parallel_ext.parallel.plan import layout_of
 from parallel_ext.parallel.validate import spec_for
 from parallel_ext.sharding.layout import ModelLayout, Part
@@ -123,6 +129,10 @@ class _Adapter:
         """Return the name that a tensor has in the model that was adapted."""
         name = in_files if self.of_text is None else self.of_text.from_image_files(in_files)
         return self._renamed.get(name, name)
+
+    def find_names(self, plain: transformers.PreTrainedModel, model: HFDirectory) -> None:
+        """Find the tensors that have other names in the model, ``plain``, than in its files."""
+        self._renamed = names_in_model(plain, model.shapes)
 
     def find_in_files(self, layout: ModelLayout) -> None:
         """Find the tensors in files that have other names in the model, and those of experts.
@@ -289,14 +299,15 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
         raise CheckpointError(f"{model.path} is quantized; merge into the model that it was before")
     own.find_text_model(model)
     config = model.config
-    if own.of_text is not None:
-        config = config["text_config"] | config
-    served = own.of_text or config.get("model_type") in SPECS
-    if served and {*own.factors, *own.whole, *own.tokens} - {
-        own.named(name) for name in model.shapes
-    }:
-        plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
-        own.find_in_files(layout_of(plain, spec_for(plain), tp_size=1))
+    if own.of_text is not None or is_of_images(config):
+        config = config.get("text_config", {}) | config
+    served = own.of_text or model.config.get("model_type") in SPECS
+    if {*own.factors, *own.whole, *own.tokens} - {own.named(name) for name in model.shapes}:
+        if served:
+            plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
+            own.find_in_files(layout_of(plain, spec_for(plain), tp_size=1))
+        elif is_of_images(config):
+            own.find_names(build_on_meta(model, configurations(model, None)[0], None), model)
     shapes = {own.named(name): each for name, each in model.shapes.items()}
     dtypes = {own.named(name): each for name, each in model.dtypes.items()}
     missing = sorted(own.all_names - shapes.keys())

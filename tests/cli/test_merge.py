@@ -129,6 +129,30 @@ OF_TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+OF_IMAGES = {
+    "llava": {"target_modules": "all-linear", "use_dora": True},
+    "tied llava": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 1]},
+    "qwen2_5_vl": {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+    "paligemma": {"target_modules": ["down_proj", "fc1", "linear"]},
+}
+
+
+@pytest.mark.parametrize("kind", OF_IMAGES)
+def test_an_adapter_of_a_model_of_images_is_merged(kind: str, tmp_path: Path) -> None:
+    base, adapter, out = (tmp_path / each for each in ("base", "adapter", "out"))
+    tiny_model(kind).float().save_pretrained(base)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(base)
+    merged = _trained(model, adapter, **OF_IMAGES[kind]).merge_and_unload()
+    merged.save_pretrained(tmp_path / "expected")
+    merged_files.merge_files(adapter, base, out)
+    found, expected = saved_tensors(out), saved_tensors(tmp_path / "expected")
+    plain = saved_tensors(base)
+    assert found.keys() == expected.keys()
+    assert any(not torch.equal(found[name], plain[name]) for name in found)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
+
+
 @pytest.mark.parametrize("kind", OF_TEXT)
 def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(
     kind: str, tmp_path: Path
