@@ -25,7 +25,7 @@ from parallel_ext.parallel.forward_around import (
     mark_as_ours,
 )
 from parallel_ext.parallel.loss_call import who_sees
-from parallel_ext.parallel.state import ParallelState, own_state, state_of
+from parallel_ext.parallel.state import own_state, state_of
 
 _MODULE = "trl.trainer.utils"
 
@@ -45,6 +45,12 @@ class _Head(NamedTuple):
     vocab_size: int
     vocab_range: Range
     group: ops.Group
+
+
+_AtHead = tuple[
+    torch.Tensor, tuple[torch.Tensor, torch.Tensor | None] | None, Callable[[Any], dict[str, Any]]
+]
+"""Hidden states, the head's weight and bias, if it makes no logits, and fields by the loss."""
 
 
 def add_fused_lm_head(
@@ -77,13 +83,13 @@ def add_fused_lm_head(
     own = model.forward
     scale, wanted = 1 / asked.arguments["temperature"], asked.arguments["outputs"]
     output_class = plain.__globals__["FusedCausalLMOutput"]
-    fields = _fields if state is not None else _fields_around
+    run_to_head = _run_around if state is None else partial(_run_own, own)
 
     @wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return own(*args, **kwargs)
-        return output_class(**fields(self, own, scale, wanted, args, kwargs))
+        return output_class(**_fields(self, run_to_head, scale, wanted, args, kwargs))
 
     if state is None:
         mark_as_ours(forward)
@@ -92,69 +98,63 @@ def add_fused_lm_head(
     model.forward = MethodType(forward, model)
 
 
-def _fields_around(
+def _fields(
     model: nn.Module,
-    own: Callable[..., Any],
+    run_to_head: Callable[..., _AtHead],
     scale: float,
     wanted: tuple[str, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor | None]:
-    """Run what a model holds below its sharded head, and return the fields of TRL's output."""
+    """Run a model up to its head, and return the fields of TRL's output."""
     labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     count = kwargs.pop("num_items_in_batch", None)
+    compared = labels if shifted is None else shifted
+    hidden, weights, of_loss = run_to_head(model, compared, args, kwargs)
+    if weights is None:
+        raise NotImplementedError(
+            "TRL's fused output head on a parallel model: an adapter on the head makes logits"
+        )
+    state = state_of(model)
+    head = _Head(*weights, sum(state.vocab_sizes), state.vocab_range, state.mesh.tp)
+    fields, loss = _fields_of(head, hidden, labels, shifted, count, scale, wanted)
+    return fields | of_loss(loss)
+
+
+def _run_around(
+    model: nn.Module, labels: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _AtHead:
+    """Run what a model holds below its sharded head."""
     configured = getattr(model.config.get_text_config(), "output_router_logits", False)
     if kwargs.get("output_router_logits", configured):
         raise NotImplementedError(
             f"TRL's fused output head on {type(model).__name__} around a parallel decoder: a load "
             "balancing loss is not supported; pass output_router_logits=False"
         )
-    if (why_not := why_not_fused(model.get_output_embeddings())) is not None:
-        raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
-    compared = labels if shifted is None else shifted
-    hidden, weights = hidden_states_around(model, compared, args, {**kwargs, "use_cache": False})
-    if weights is None:
-        raise _makes_logits()
-    state = state_of(model)
-    fields, loss = _fields_of(
-        _head_of(state, weights), hidden, labels, shifted, count, scale, wanted
-    )
-    return {**fields, "loss": loss}
+    _refuse(why_not_fused(model.get_output_embeddings()))
+    hidden, weights = hidden_states_around(model, labels, args, {**kwargs, "use_cache": False})
+    return hidden, weights, lambda loss: {"loss": loss}
 
 
-def _fields(
-    model: nn.Module,
+def _run_own(
     own: Callable[..., Any],
-    scale: float,
-    wanted: tuple[str, ...],
+    model: nn.Module,
+    _: torch.Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> dict[str, torch.Tensor | None]:
-    """Run the parallel model up to its head, and return the fields of TRL's output."""
-    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    count = kwargs.pop("num_items_in_batch", None)
+) -> _AtHead:
+    """Run the parallel model, whose ``own`` forward calls the head, up to that."""
     state = state_of(model)
-    why_not = why_not_fused(model.get_submodule(state.spec.head)) or who_sees(model)
-    if why_not is not None:
-        raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
+    _refuse(why_not_fused(model.get_submodule(state.spec.head)) or who_sees(model))
     call = LossCall(fused=True, shared=True)
     with running(call):
         output = own(*args, **{**kwargs, "use_cache": False, "return_dict": True})
-    if not call.handed_over:
-        raise _makes_logits()
-    head = _head_of(state, call.weights)
-    fields, loss = _fields_of(head, output.logits, labels, shifted, count, scale, wanted)
-    return fields | with_balance(model, state, output, kwargs, loss)
+    return output.logits, call.weights, partial(with_balance, model, state, output, kwargs)
 
 
-def _head_of(state: ParallelState, weights: tuple[torch.Tensor, torch.Tensor | None]) -> _Head:
-    return _Head(*weights, sum(state.vocab_sizes), state.vocab_range, state.mesh.tp)
-
-
-def _makes_logits() -> NotImplementedError:
-    return NotImplementedError(
-        "TRL's fused output head on a parallel model: an adapter on the head makes logits"
-    )
+def _refuse(why_not: str | None) -> None:
+    if why_not is not None:
+        raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
 
 
 def _fields_of(

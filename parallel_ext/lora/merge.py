@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import peft
@@ -65,11 +66,8 @@ class Mergeable(nn.Module, LoraLayer):
         """Raise what ``merge`` would raise, without changing anything."""
         names = self.here(check_adapters_to_merge(self, adapter_names))
         base = self.get_base_layer()
-        if names and keep and hasattr(getattr(base, self.parameter_name), "to_local"):
-            raise NotImplementedError(
-                "merging after px.data_parallel is final, since the base is sharded over the dp "
-                "ranks; call merge_and_unload, or merge before"
-            )
+        if names and keep:
+            refuse_to_keep(getattr(base, self.parameter_name))
         if names and getattr(base, "tied", False):
             raise ValueError(
                 f"merge into {base.layouts['weight'].name}: embedding and head share this weight, "
@@ -143,6 +141,15 @@ class Mergeable(nn.Module, LoraLayer):
         return self.get_base_layer()
 
 
+def refuse_to_keep(parameter: nn.Parameter) -> None:
+    """Raise where a merge into a parameter could not be undone."""
+    if hasattr(parameter, "to_local"):
+        raise NotImplementedError(
+            "merging after px.data_parallel is final, since the base is sharded over the dp "
+            "ranks; call merge_and_unload, or merge before"
+        )
+
+
 def rows_here(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the rows of a value for a parameter of which dp ranks may share out the rows."""
     if not hasattr(parameter, "to_local"):
@@ -172,11 +179,10 @@ def _merging(
 
         def check() -> None:
             to_shards(self.model)
-            for path, module in self.model.named_modules():
+            for module in self.model.modules():
                 if hasattr(module, "check_merge"):
                     module.check_merge(safe_merge, adapter_names, keep)
-                elif isinstance(module, ModulesToSaveWrapper):
-                    _refuse_kept_end(op_name, path, module, self.model, merges=True)
+            _refuse_kept_ends(op_name, self.model, merges=True)
 
         state.mesh.control.run_on_all(op_name, check)
         check_adapters(self.model, state, op_name)
@@ -220,22 +226,22 @@ def _is_shared_out(module: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in module.parameters())
 
 
-def _refuse_kept_end(
-    op_name: str, path: str, module: ModulesToSaveWrapper, model: nn.Module, merges: bool
-) -> None:
+def _refuse_kept_ends(op_name: str, model: nn.Module, merges: bool) -> None:
     """Raise for one of two tied ends that was trained whole, which the other has no part in."""
-    original = module.original_module
-    tied = getattr(original, "tied", False)
-    taken_over = _is_shared_out(original) and module.active_adapters  # it would change both
-    kept = [each for each in model.modules() if isinstance(each, ModulesToSaveWrapper)]
-    if tied and sum(getattr(each, "weight", None) is module.weight for each in kept) > 1:
-        return  # the copies of both ends are tied, too
-    if (tied and merges) or (taken_over and (tied or getattr(original, "tied_heads", ()))):
-        raise NotImplementedError(
-            f"{op_name}: {path} was trained whole (modules_to_save), while embedding and "
-            "head shared one weight when the model was made parallel; save the adapter and merge "
-            "it with PEFT in one process, or train with ensure_weight_tying=True"
-        )
+    wrappers = {p: m for p, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    for path, module in wrappers.items():
+        original = module.original_module
+        tied = getattr(original, "tied", False)
+        taken_over = _is_shared_out(original) and module.active_adapters  # it would change both
+        ends = (getattr(each, "weight", None) for each in wrappers.values())
+        if tied and sum(weight is module.weight for weight in ends) > 1:
+            continue  # the copies of both ends are tied, too
+        if (tied and merges) or (taken_over and (tied or getattr(original, "tied_heads", ()))):
+            raise NotImplementedError(
+                f"{op_name}: {path} was trained whole (modules_to_save), while embedding and "
+                "head shared one weight when the model was made parallel; save the adapter and "
+                "merge it with PEFT in one process, or train with ensure_weight_tying=True"
+            )
 
 
 def merge_adapter(
@@ -251,13 +257,8 @@ def unload(plain: Callable[..., Any], self: peft.LoraModel) -> Any:
     """Extend ``LoraModel.unload``: what was trained whole stays, as in PEFT, also over dp ranks."""
     state = parallel_state(self.model)
     if state is not None:
-
-        def check() -> None:
-            for path, module in self.model.named_modules():
-                if isinstance(module, ModulesToSaveWrapper):
-                    _refuse_kept_end("unload", path, module, self.model, merges=False)
-
-        state.mesh.control.run_on_all("unload", check)
+        refuse = partial(_refuse_kept_ends, "unload", self.model, merges=False)
+        state.mesh.control.run_on_all("unload", refuse)
         _take_over_all(self.model, state)
     return plain(self)
 

@@ -302,7 +302,7 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     if own.of_text is not None or is_of_images(config):
         config = config.get("text_config", {}) | config
     served = own.of_text or model.config.get("model_type") in SPECS
-    if {*own.factors, *own.whole, *own.tokens} - {own.named(name) for name in model.shapes}:
+    if own.all_names - {own.named(name) for name in model.shapes}:
         if served:
             plain = build_on_meta(model, configurations(model, None)[0].get_text_config(), None)
             own.find_in_files(layout_of(plain, spec_for(plain), tp_size=1))

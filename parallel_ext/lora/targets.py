@@ -56,7 +56,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig, state: ParallelSt
             if isinstance(module, _LINEARS)
         }
         beside = _linears_beside(model)
-        if draws_masks(config, state):
+        if _draws_masks(config, state):
             if beside and state.mesh.rank == 0:
                 warn_user(
                     f'target_modules="all-linear" with lora_dropout={config.lora_dropout} at '
@@ -86,7 +86,7 @@ def refuse_targets(
     _refuse_dora(model, config, op_name, state)
 
 
-def draws_masks(config: peft.LoraConfig, state: ParallelState) -> bool:
+def _draws_masks(config: peft.LoraConfig, state: ParallelState) -> bool:
     """Return whether adapters of PEFT's own would be trained with masks of each tp rank."""
     return bool(config.lora_dropout) and state.mesh.tp_size > 1 and not config.inference_mode
 
@@ -132,7 +132,7 @@ def _refuse_whole(
                 + '; target others, or "all-linear" for all that are sharded'
                 + _by_path(model, config)
             )
-        if draws_masks(config, state):
+        if _draws_masks(config, state):
             raise NotImplementedError(
                 f"{op_name}: lora_dropout={config.lora_dropout} on {path} is not supported at "
                 f"tp={state.mesh.tp_size}: every rank holds it whole, and would draw masks of its "

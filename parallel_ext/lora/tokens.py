@@ -20,7 +20,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.errors import first_few
 from parallel_ext.lora.layers import OfAdapters
-from parallel_ext.lora.merge import rows_here
+from parallel_ext.lora.merge import refuse_to_keep, rows_here
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.trained_rows import TrainedRows
 from parallel_ext.nn.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
@@ -137,11 +137,8 @@ class TokenRows(TrainableTokensLayer):
                 f"merge into {weight}: embedding and head share this weight, and merging the rows "
                 "of one would change both; untie them first"
             )
-        if names and keep and hasattr(self._table.weight, "to_local"):
-            raise NotImplementedError(
-                "merging after px.data_parallel is final, since the base is sharded over the dp "
-                "ranks; call merge_and_unload, or merge before"
-            )
+        if names and keep:
+            refuse_to_keep(self._table.weight)
         written = [*names, *self.merged_adapters]
         indices = [each for name in written for each in self.token_indices[name]]
         if names and len(set(indices)) < len(indices):
