@@ -142,7 +142,7 @@ KINDS = {
     "tied": Job(replace(LLAMA, tied=True), {"target_modules": ["embed_tokens", "k_proj"]}),
     "rows of tokens": Job(
         replace(LLAMA, tied=True),
-        {"target_modules": ["k_proj"], "trainable_token_indices": [90, 0, 41]},
+        {"target_modules": ["k_proj"], "trainable_token_indices": [64, 0, 14, 100]},
     ),
     "DoRA": Job(changes={**LINEARS, "use_dora": True}),
     "copies that stay tied": Job(

@@ -35,7 +35,7 @@ def _loaded(reference: Any, folder: Path, device: torch.device) -> tuple[Any, px
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA": {},
-    "DoRA and rows of tokens": {"use_dora": True, "trainable_token_indices": [90, 0, 41]},
+    "DoRA and rows of tokens": {"use_dora": True, "trainable_token_indices": [96, 0, 14]},
 }
 
 

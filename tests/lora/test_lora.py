@@ -130,14 +130,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"use_dora": True, "lora_dropout": 0.3, "bias": "lora_only", "use_rslora": True},
         {"heads": 8, "key_value_heads": 2},
     ),
-    "rows of tokens": ({"trainable_token_indices": [90, 0, 41]}, {}),
-    "rows of tokens, tied": ({"trainable_token_indices": [90, 0, 41]}, {"tied": True}),
+    "rows of tokens": ({"trainable_token_indices": [59, 0, 14, 96]}, {}),
+    "rows of tokens, tied": ({"trainable_token_indices": [59, 0, 14, 96]}, {"tied": True}),
     "whole ends that stay tied": (
         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         {"tied": True},
     ),
     "rows of both ends": (
-        {"trainable_token_indices": {"embed_tokens": [7, 2], "lm_head": [90, 3, 2]}},
+        {"trainable_token_indices": {"embed_tokens": [59, 3], "lm_head": [90, 3, 2]}},
         {},
     ),
     "other ranks for some": ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 4}}, {}),

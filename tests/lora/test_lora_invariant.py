@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
     ),
     "rows of tokens": (
         Tiny(dtype=torch.bfloat16, tied=True),
-        {"target_modules": ["q_proj"], "trainable_token_indices": [90, 0, 41]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [90, 0, 1, 32]},
     ),
     "joined": (
         OfSpec("phi3", dtype=torch.float32),

@@ -25,10 +25,14 @@ from reference_lora import (
 )
 from reference_mixtral import Layout, TinyMixtral, training_differences
 from safetensors.torch import load_file
+from torch import nn
 
 import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.nn.trained_rows import TrainedRows
+from parallel_ext.nn.vocab import VocabParallelEmbedding
 
-IDS = [30, 0, 11]  # 0 is the padding
+IDS = [30, 0, 14, 6]  # of which all but 0, the padding, are in batches
 ROWS: dict[str, Any] = {"target_modules": ["k_proj"], "trainable_token_indices": IDS}
 BOTH_ENDS: dict[str, Any] = {
     "target_modules": ["k_proj"],
@@ -50,6 +54,8 @@ KINDS = {
 
 def _in_pieces_of_a_sequence(directory: Path, kind: str) -> dict[str, float]:
     tiny, changes = KINDS[kind]
+    if kind == "tied":  # rows of all ranks, which are in the batches
+        changes = {**changes, "trainable_token_indices": [96, 0, 14, 64, 100]}
     model = with_adapter(parallel(tiny.model(), mesh_of(), sequence_parallel=True), **changes)
     model.save_pretrained(directory)
     return training_differences(plain(directory, tiny), model, mesh_of(), tiny, 2)
@@ -72,6 +78,34 @@ def _in_stage(directory: Path, changes: dict[str, Any], zero: int) -> dict[str, 
 @pytest.mark.parametrize(("changes", "zero"), [(ROWS, 3), (TIED_COPIES, 2), (TIED_COPIES, 3)])
 def test_stages_train_as_peft(tmp_path: Path, changes: dict[str, Any], zero: int) -> None:
     assert_within(pool(4).run(_in_stage, tmp_path, changes, zero), 1e-9)
+
+
+def _looked_up() -> float:
+    """How far rows and their gradient are from those of a whole table with a padding id."""
+    mesh, ids = mesh_of(), torch.tensor([[9, 3, 0, 9, 5], [3, 10, 2, 0, 3]])
+    trained, padding = [9, 3, 0, 7], 3
+    torch.manual_seed(5)
+    plain = nn.Embedding(11, 4, padding_idx=padding).double()
+    values = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(*ids.shape, 4, dtype=torch.float64)
+    table = plain.weight.detach().index_copy(0, torch.tensor(trained), values)
+    expected = nn.functional.embedding(ids, table, padding_idx=padding)
+    (of_values,) = torch.autograd.grad(expected, values, grad)
+    ours = VocabParallelEmbedding.from_plain(plain, mesh.tp).requires_grad_(False)
+    ordered, places = torch.tensor(trained).sort()
+    bounds = torch.tensor(ours.vocab_range)
+    own = tuple(torch.searchsorted(ordered, bounds).tolist())
+    rows = TrainedRows(ordered, places, values, own, ours.vocab_range[0])
+    found = ours(ids, rows)
+    (partial,) = torch.autograd.grad(found, values, grad)
+    total = ops.reduce_from_region(partial, mesh.tp)
+    assert not total[trained.index(padding)].any()
+    return max((found - expected).abs().max().item(), (total - of_values).abs().max().item())
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_looked_up_rows_have_the_gradient_of_a_whole_table(tp: int) -> None:
+    assert max(pool(tp).run(_looked_up)) < 1e-12
 
 
 # Files, merges.

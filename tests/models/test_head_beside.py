@@ -126,11 +126,11 @@ ADAPTERS = {
     "on all linears": {"target_modules": "all-linear"},
     "rows of tokens": {
         "target_modules": OF_TEXT,
-        "trainable_token_indices": {"embed_tokens": [60, 2], "lm_head": [3, 1]},
+        "trainable_token_indices": {"embed_tokens": [60, 4, 90], "lm_head": [3, 1]},
     },
     "rows of tokens of tied ends": {
         "target_modules": OF_TEXT,
-        "trainable_token_indices": [60, 2, 1],
+        "trainable_token_indices": [60, 4, 90],
     },
     "a copy of the head": {"target_modules": OF_TEXT, "modules_to_save": ["lm_head"]},
 }
