@@ -6,6 +6,7 @@ model every rank holds that whole, and of the table its rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,9 @@ class TokenRows(TrainableTokensLayer):
         token_indices: list[int],
         tied_adapter: TokenRows | None = None,
     ) -> None:
-        super().__init__(base_layer, adapter_name, token_indices, tied_adapter)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # PEFT's, of ours
+            super().__init__(base_layer, adapter_name, token_indices, tied_adapter)
         self._index: dict[str, TrainedRows] = {}  # without values
         self._serves_both_ends = False
         if tied_adapter is None:

@@ -186,7 +186,8 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
             through = self.vocab_range
             if tokens is not None:
                 first = sum(tokens[: self.group.rank])
-                ids, through = ids.narrow(-1, first, tokens[self.group.rank]), None
+                ids = ids.narrow(-1, first, tokens[self.group.rank]).contiguous()
+                through = None
             rows = trained.looked_up(ids, rows, through, self.padding_idx)
         return self.finished(rows, tokens)
 
