@@ -205,6 +205,25 @@ def test_an_adapter_without_rows_stands_beside_one_with_them(tmp_path: Path) -> 
     assert all("lora_" in name for name in found)
 
 
+def _later(directory: Path, zero: int) -> dict[str, float]:
+    """Training of a second adapter's rows, which were frozen when ZeRO sharded the model."""
+    tiny, mesh = TinyMixtral(tied=True), Layout(2, 2, 1).mesh()
+    model = with_adapter(parallel(tiny.model(), mesh), **ROWS)
+    model.add_adapter("second", config(target_modules=["q_proj"], trainable_token_indices=[6, 30]))
+    model.save_pretrained(directory)
+    reference = plain(directory, tiny)
+    reference.load_adapter(directory / "second", "second", is_trainable=True)
+    px.data_parallel(model, mesh, zero)
+    for each in (reference, model):
+        each.set_adapter("second")
+    return training_differences(reference, model, mesh, tiny, 2)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_an_adapter_that_zero_found_frozen_trains_as_peft(tmp_path: Path, zero: int) -> None:
+    assert_within(pool(4).run(_later, tmp_path, zero), 1e-9)
+
+
 # What is refused.
 
 
