@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of, with_groups
 from parallel_ext.parallel.planned_mesh import PlannedMesh
+from parallel_ext.parallel.repeated import Repeated
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
@@ -37,7 +39,6 @@ from parallel_ext.sharding.layout import ModelLayout, split
 STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
 
-_FEW = 3  # layers that are run where all are equal; what the middle one adds, each adds
 _TILE, _TILE_OF_FROZEN = 8192, 4096  # tokens whose logits the fused loss holds at once on a GPU
 _AGREEMENT = 32  # bytes by which tp ranks compare the inputs of a forward
 
@@ -128,9 +129,9 @@ class Planner:
         self._layers = self._plain.get_submodule(self._spec.layers)
         if len(self._layers) == 0:
             raise ValueError("a model without layers cannot be planned")
-        shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
+        shapes = [tuple(p.shape for p in layer.parameters()) for layer in self._layers]
         self._has_experts = bool(self._spec.mixtures(dict(self._plain.named_parameters())))
-        self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
+        self._repeated = Repeated.of(shapes)
         self._known: KnownOps = {}
 
     @classmethod
@@ -168,10 +169,9 @@ class Planner:
 
     def estimate(self, world: int, tp: int, ep: int, step: Step) -> Estimate:
         """Estimate a step on ``world`` ranks; raise a ValueError where they cannot share it."""
-        total = len(self._layers)
-        few = _FEW if self._equal_layers else total
-        # All that is decided below is the same for all layers.
-        with first_layers(self._plain, self._spec.layers, few):
+        repeated = self._repeated
+        # What is decided below for the first layers is so for all, which repeat them.
+        with first_layers(self._plain, self._spec.layers, repeated.run):
             mesh = PlannedMesh(world, tp, ep)
             check_servable(self._plain)
             check_mixture(self._plain, self._spec, mesh, agreement=True)
@@ -181,9 +181,10 @@ class Planner:
             meshes = [PlannedMesh(world, tp, ep, rank) for rank in _unlike(layout, mesh, step)]
             models = [self._parallel(each, layout, step) for each in meshes]
         of_step = step.rows, step.tokens, step.checkpointing, step.autocast, self._known
-        runs = [run_step(model, self._spec.layers, *of_step) for model in models]
+        middle = repeated.middle
+        runs = [run_step(model, self._spec.layers, middle, *of_step) for model in models]
         idle, skipped = runs[0].idle, runs[0].skipped
-        sizes = tp, ep, world, step.dtype.itemsize, total - few
+        sizes = tp, ep, world, step.dtype.itemsize, repeated
         held = Held(self._spec, layout, *sizes, idle, skipped, self._kept_in_fp32(step))
         if step.adapt is not None:
             held.add_adapter(models[0])
@@ -193,9 +194,7 @@ class Planner:
         adapter = True if step.adapt else None
         weights = {r: held.nbytes(r, sharded=True) for r in ranks}
         trained = {r: held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks}
-        of_runs = [
-            self._of_rank(*each, held, step, total - few) for each in zip(runs, meshes, strict=True)
-        ]
+        of_runs = [self._of_rank(*each, held, step) for each in zip(runs, meshes, strict=True)]
         peaks = [
             weights[rank] + states * trained[rank] + one.beside
             for each, one in zip(meshes, of_runs, strict=True)
@@ -219,12 +218,10 @@ class Planner:
             sent=(of_runs[0].sent, of_runs[-1].sent),
         )
 
-    def _of_rank(
-        self, recorded: Recorded, mesh: PlannedMesh, held: Held, step: Step, further: int
-    ) -> _OfRank:
+    def _of_rank(self, recorded: Recorded, mesh: PlannedMesh, held: Held, step: Step) -> _OfRank:
         """Add to a run what further layers, ZeRO, an adapter and the loss take and send."""
         rank, adapted = mesh.rank, step.adapt is not None
-        parts, sent = self._with_layers(recorded, step, further)
+        parts, sent = self._with_layers(recorded, step)
         if mesh.tp_size > 1:
             sent.send("tp", "all_gather", _AGREEMENT)
         # Adapters leave the head frozen.
@@ -243,33 +240,32 @@ class Planner:
                 gathered = held.nbytes(rank, adapter=False) - held.skipped(rank) + layer
             else:
                 gathered = held.nbytes(rank, layers=False, adapter=False) + 2 * layer
-        forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + logits)
+        forward = max(parts.pop(name, 0) for name in ("start", "early", "forward"))
+        forward = max(forward, parts.pop("kept") + logits)
         beside = gathered + max(forward, max(parts.values()) - received)
         return _OfRank(gathered, forward, logits, beside, sent.by_group())
 
-    def _with_layers(
-        self, recorded: Recorded, step: Step, further: int
-    ) -> tuple[dict[str, int], Traffic]:
+    def _with_layers(self, recorded: Recorded, step: Step) -> tuple[dict[str, int], Traffic]:
         """Return the peaks of a run's parts, and what it sends, with further layers."""
-        parts, sent = recorded.peaks, recorded.sent["end"]
+        parts, sent, further = recorded.peaks, recorded.sent["end"], self._repeated.further
         if further:
-            of_layer, kept, left = _of_a_layer(recorded)
-            sent = sent.plus(of_layer, further)
-            slopes = {"start": 0} | dict.fromkeys(("last", "middle"), kept - recorded.left_early)
+            of_layers, kept, left = _of_the_middle(recorded)
+            sent = sent.plus(of_layers, further)
+            slopes = dict.fromkeys(("start", "early"), 0)
+            slopes |= dict.fromkeys(("last", "middle"), kept - recorded.left_early)
             slopes |= dict.fromkeys(("forward", "kept"), kept)
-            slopes |= dict.fromkeys(("first", "summing", "end"), left)
+            slopes |= dict.fromkeys(("summing", "backward", "end"), left)
             for name in parts:
                 parts[name] += further * slopes[name]
             wide, beside = max(4, step.dtype.itemsize), 0
             for group, run in recorded.summed.items():
-                every = _with_further(run, f"{self._spec.layers}.1.", further)
+                every = self._with_further(run)
                 beside = max(beside, _beside_partials(every, wide))
                 more = sum(one.numel for one in every) - sum(one.numel for one in run)
                 sent[group, "all_reduce", "bytes"] += wide * more
                 sent[group, "all_reduce", "collectives"] += _sums(every) - _sums(run)
             if recorded.summed:
-                parts["end"] = recorded.now["summing"] + further * left + beside
-        parts["end"] = max(parts["end"], parts.pop("summing", 0))
+                parts["backward"] = recorded.now["summing"] + further * left + beside
         return parts, sent
 
     def _parallel(
@@ -297,6 +293,18 @@ class Planner:
                 owner, _, method = self._spec.skips.rpartition(".")
                 setattr(model.get_submodule(owner), method, partial(_runs_on_any, mesh))
         return model
+
+    def _with_further(self, summed: list[Summed]) -> list[Summed]:
+        """Return the parameters that all layers have, from those of the ones that are run."""
+        layer = re.compile(rf"({re.escape(self._spec.layers)}\.)(\d+)(\..*)")
+        every = []
+        for one in summed:
+            if (found := layer.fullmatch(one.name)) is None:
+                every.append(one)
+                continue
+            for number in self._repeated.numbers(int(found[2])):
+                every.append(replace(one, name=f"{found[1]}{number}{found[3]}"))
+        return sorted(every, key=operator.attrgetter("name"))
 
     def _kept_in_fp32(self, step: Step) -> set[str]:
         """Return the names of parameters that stay fp32 in half precision, as some routers."""
@@ -368,26 +376,17 @@ def _runs_on_any(mesh: PlannedMesh, *needed: bool) -> tuple[bool, ...]:
     return needed
 
 
-def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
-    """Return what a layer sends, what it keeps to the end of the forward, and what backward leaves.
+def _of_the_middle(recorded: Recorded) -> tuple[Traffic, int, int]:
+    """Return what the middle layers send, keep to the end of the forward, and backward leaves.
 
-    The middle one of three tells what each adds to a step.
+    All others that repeat them add as much to a step.
     """
     sent, now = recorded.sent, recorded.now
-    forward = sent["start 2"].plus(sent["start 1"], -1)
+    forward = sent["late"].plus(sent["early"], -1)
     backward = sent["middle"].plus(sent["last"], -1)
-    kept = now["start 2"] - now["start 1"]
+    kept = now["late"] - now["early"]
     left = now["middle"] - now["last"] + kept - recorded.left_early
     return forward.plus(backward, 1), kept, left
-
-
-def _with_further(summed: list[Summed], layer: str, further: int) -> list[Summed]:
-    """Return the parameters of a model with further layers, all like the one with this prefix."""
-    of_layer = [one for one in summed if one.name.startswith(layer)]
-    if not of_layer:
-        return summed
-    place = summed.index(of_layer[-1]) + 1
-    return [*summed[:place], *of_layer * further, *summed[place:]]
 
 
 def _sums(summed: list[Summed]) -> int:

@@ -12,6 +12,7 @@ from functools import cached_property
 from torch import nn
 
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.parallel.repeated import Repeated
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, box_shape
 from parallel_ext.sharding.named_shards import named_shards
@@ -46,7 +47,7 @@ class Held:
         spec, layout: of the model.
         tp, ep, world: ranks that share a copy of the dense parts, those of the experts, and all.
         itemsize: bytes of an element of the model.
-        further_layers: equal to the last one of the layout, and in the model beside its layers.
+        repeated: which layers of the model equal those of the layout.
         idle: names of parameters that no step gives a gradient.
         skipped: prefixes of layers that no step runs.
         in_fp32: names of parameters with elements of 4 bytes in place of ``itemsize``.
@@ -60,7 +61,7 @@ class Held:
         ep: int,
         world: int,
         itemsize: int,
-        further_layers: int = 0,
+        repeated: Repeated,
         idle: Collection[str] = (),
         skipped: Collection[str] = (),
         in_fp32: Collection[str] = (),
@@ -72,7 +73,7 @@ class Held:
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()
         self._of_layer: dict[str, Counter[_Kind]] = {}
-        self._further, self._idle, self._skipped = further_layers, idle, skipped
+        self._repeated, self._idle, self._skipped = repeated, idle, skipped
         self._layer = re.compile(
             rf"(?:{'|'.join(map(re.escape, (spec.layers, *spec.towers)))})\.\d+\."
         )
@@ -109,14 +110,10 @@ class Held:
                 total[kind] += self._times(prefix) * number
         return total
 
-    @cached_property
-    def _last(self) -> str:
-        """Return the prefix of the last one of the layers that the further ones equal."""
-        return [each for each in self._of_layer if each.startswith(f"{self._spec.layers}.")][-1]
-
     def _times(self, prefix: str) -> int:
         """Return how many layers a layer stands for."""
-        return 1 + self._further * (prefix == self._last)
+        path, _, number = prefix.removesuffix(".").rpartition(".")
+        return len(self._repeated.numbers(int(number))) if path == self._spec.layers else 1
 
     def add_adapter(self, model: nn.Module) -> None:
         """Add the factors of an adapted model with the layers of the layout, before all else."""

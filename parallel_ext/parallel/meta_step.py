@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -70,7 +70,7 @@ class Recorded:
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
-    left_early: int = 0  # bytes of the layer number 1 that only the forward keeps to its end
+    left_early: int = 0  # bytes of the middle layers that only the forward keeps to its end
     # By group, the parameters whose gradients are summed in the end, in that order.
     summed: dict[str, list[Summed]] = field(default_factory=dict)
     # Names of what is trained and gets no gradient, as a layer of an image tower that is not run.
@@ -210,6 +210,7 @@ class _Unfilled(transformers.DynamicCache):
 def run_step(
     model: transformers.PreTrainedModel,
     layers: str,
+    middle: range,
     rows: int,
     tokens: int,
     checkpointing: bool,
@@ -220,18 +221,21 @@ def run_step(
 
     Args:
         model: with every parameter on meta.
+        layers: the path to its layers.
+        middle: numbers of consecutive layers that are looked at apart from the others; perhaps
+            none.
         checkpointing: whether layers are recomputed in backward.
         autocast: the dtype in which the forward computes under ``torch.autocast``; None without.
         known: of other steps; added to.
 
     Returns:
         The marks, in their order: ``start`` in front of the first layer, behind an image tower,
-        ``start 1`` and ``start 2`` where the forward of those layers begins, ``forward`` at its
-        end, in backward ``last``, ``middle`` and ``first`` where the gradient of the input of the
-        last layer, of that with the number 1, and of the first one is complete, ``summing`` before
-        the sums of replicated parameters' gradients, and ``end``. ``first`` is absent where the
-        first layer's input needs no gradient, ``summing`` where there is nothing to sum.
-        ``kept`` is what the forward has left for backward, in front of it autocast's copies too.
+        ``early`` in front of the middle ones, ``late`` behind them, ``forward`` at its end, in
+        backward ``last`` and ``middle`` where the gradients are complete of what the middle ones
+        return, and of their input, ``summing`` before the sums of replicated parameters' gradients,
+        ``backward`` behind it, and ``end`` behind ZeRO's. Four are absent without middle layers,
+        and ``summing`` where there is nothing to sum. ``kept`` is what the forward has left for
+        backward, in front of it autocast's copies too.
     """
     for module in model.modules():
         if isinstance(getattr(module, "rope_type", None), str) and "dynamic" in module.rope_type:
@@ -253,7 +257,7 @@ def run_step(
     zero = None if state_of(model).zero is None else MetaZero(model, live.give_back, live.traffic)
     region = None if autocast is None else MetaAutocast(autocast)
     copies = {} if region is None else region.copies
-    numbers = _watch_layers(inner, live, copies)
+    numbers = _watch_layers(inner, middle, live, copies)
     attention = {"scaled_dot_product_attention": scaled_dot_product_attention}
     with temporarily(nn.functional, **attention), live:
         # With a cache, even one that nothing fills, masks do not depend on values.
@@ -270,9 +274,10 @@ def run_step(
             for one in list(copies)[slice(*numbers)] if len(numbers) == 2 else ():
                 del copies[one]
             of_copies = live.recorded.now["forward"] - live.now - of_layers
-            live.recorded.left_early = of_layers // len(inner) + of_copies
+            live.recorded.left_early = of_layers * len(middle) // len(inner) + of_copies
         live.mark("kept")
         loss.backward()
+        live.mark("backward")
         if zero is not None:
             zero.finish()
             live.recorded.skipped = zero.skipped
@@ -296,23 +301,26 @@ def _checkpoint_layers(model: transformers.PreTrainedModel, autocast: torch.dtyp
         model.gradient_checkpointing_enable(options)
 
 
-def _watch_layers(layers: nn.ModuleList, live: _Live, copies: Sized) -> list[int]:
-    """Mark where forwards of the first layers begin, and where some gradients are complete.
+def _watch_layers(layers: nn.ModuleList, middle: range, live: _Live, copies: Sized) -> list[int]:
+    """Mark where some layers begin in the forward, and where they end in backward.
 
-    Returns how many copies there are before the layers 1 and 2, once the forward has run.
+    Returns how many copies there are before the middle layers and behind them, once the forward has
+    run.
     """
     numbers: list[int] = []
+
+    def watch(number: int, begin: Callable[[str], None], begins: str, ends: str) -> None:
+        def before(hidden: torch.Tensor) -> None:
+            begin(begins)
+            numbers.append(len(copies))
+            hidden.register_hook(lambda _: live.mark(ends))
+
+        watch_start(layers[number], before)
+
     watch_start(layers[0], lambda _: live.mark("start"))
-    for number in range(1, min(3, len(layers))):
-        watch_start(layers[number], lambda _, name=f"start {number}": live.note(name))
-        watch_start(layers[number], lambda _: numbers.append(len(copies)))
-    for name, index in (("last", -1), ("middle", 1), ("first", 0)):
-        watch_start(
-            layers[index % len(layers)],
-            lambda hidden, name=name: (
-                hidden.register_hook(lambda _: live.mark(name)) if hidden.requires_grad else None
-            ),
-        )
+    if middle:
+        watch(middle.start, live.mark, "early", "middle")
+        watch(middle.stop, live.note, "late", "last")
     return numbers
 
 

@@ -15,6 +15,7 @@ from reference_ops import aten_path
 import parallel_ext as px
 from parallel_ext.lora import adapt_all_linears
 from parallel_ext.parallel.estimate import Planner, Step
+from parallel_ext.parallel.repeated import Repeated
 from parallel_ext.training import fsdp_collectives
 
 
@@ -121,7 +122,7 @@ def assert_few_layers_tell_of_many(
     layouts: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (2, 2, 1), (4, 2, 1)),
 ) -> None:
     few, all_of_them = Planner(config), Planner(config)
-    assert few._equal_layers
-    all_of_them._equal_layers = False
+    assert few._repeated.further
+    all_of_them._repeated = Repeated.of(range(len(all_of_them._layers)))
     for world, tp, ep in layouts:
         assert few.estimate(world, tp, ep, step) == all_of_them.estimate(world, tp, ep, step)

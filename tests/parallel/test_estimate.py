@@ -33,6 +33,7 @@ from parallel_ext.io.stream import PlannedFile, TensorStream
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.configuration import parameters_on_meta
 from parallel_ext.parallel.estimate import STATES, Planner, Step
+from parallel_ext.parallel.repeated import Repeated
 
 SCRIPT = Path(__file__).with_name("step_memory.py")
 
@@ -240,6 +241,98 @@ def test_few_layers_tell_of_many(
     config.num_hidden_layers = 5
     step = Step(rows=2, tokens=64, adapt=adapter(r), checkpointing=checkpointing, **how)
     assert_few_layers_tell_of_many(config, step)
+
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+UNEQUAL = {
+    "two dense layers first": lambda: transformers.DeepseekV3Config(
+        num_hidden_layers=8,
+        first_k_dense_replace=2,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        **SMALL,
+    ),
+    "a large dense layer first": lambda: transformers.Qwen3MoeConfig(
+        num_hidden_layers=7,
+        mlp_only_layers=[0],
+        num_experts=8,
+        head_dim=16,
+        **SMALL | {"intermediate_size": 4096},
+    ),
+    "every third layer dense, one layer more": lambda: transformers.Qwen3MoeConfig(
+        num_hidden_layers=13,
+        mlp_only_layers=[0, 3, 6, 9, 12],
+        num_experts=8,
+        head_dim=16,
+        **SMALL,
+    ),
+    "every other layer attends": lambda: transformers.Qwen3NextConfig(
+        num_hidden_layers=10,
+        layer_types=["linear_attention", "full_attention"] * 5,
+        num_experts=8,
+        head_dim=16,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        **SMALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"checkpointing": True},
+        {"adapt": adapter(4)},
+        {"zero": 3},
+        {"dtype": torch.float32, "autocast": torch.bfloat16},
+    ],
+    ids=["", "checkpointing", "LoRA", "ZeRO-3", "autocast"],
+)
+def test_few_layers_tell_of_many_that_are_not_equal(name: str, how: dict[str, Any]) -> None:
+    step = Step(rows=2, tokens=64, **how)
+    assert_few_layers_tell_of_many(UNEQUAL[name](), step, ((1, 1, 1), (4, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "run", "middle", "numbers"),
+    [
+        ("aaa", 3, range(0), {2: [2]}),
+        ("aaaaa", 3, range(1, 2), {0: [0], 1: [1, 2, 3], 2: [4]}),
+        ("dmmmmmm", 4, range(2, 3), {0: [0], 1: [1], 2: [2, 3, 4, 5], 3: [6]}),
+        ("abababababa", 7, range(2, 4), {1: [1], 2: [2, 4, 6], 3: [3, 5, 7], 4: [8], 6: [10]}),
+        ("dabababab", 7, range(3, 5), {2: [2], 3: [3, 5], 4: [4, 6], 6: [8]}),
+        ("aaaabbbb", 7, range(5, 6), {4: [4], 5: [5, 6], 6: [7]}),
+        ("aaaaaab", 7, range(0), {6: [6]}),
+    ],
+)
+def test_which_layers_tell_of_all(
+    kinds: str, run: int, middle: range, numbers: dict[int, list[int]]
+) -> None:
+    found = Repeated.of(kinds)
+    assert (found.run, found.middle) == (run, middle)
+    told = [number for layer in range(run) for number in found.numbers(layer)]
+    assert sorted(told) == list(range(len(kinds)))
+    assert all(kinds[layer] == kinds[n] for layer in range(run) for n in found.numbers(layer))
+    assert {layer: list(found.numbers(layer)) for layer in numbers} == numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
