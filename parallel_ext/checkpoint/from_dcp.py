@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from parallel_ext.checkpoint.manifest import (
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.checkpoint.steps import name_of_step, publish_step
 from parallel_ext.checkpoint.to_dcp import FILES, dcp_name, dcp_path
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io import disk
 from parallel_ext.io.hashing import ChunkHasher
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
@@ -32,7 +33,7 @@ from parallel_ext.io.rewrite import check_new, copy_beside, write_rows
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import LENGTH_BYTES, METADATA
 from parallel_ext.io.safetensors_writer import TensorSpec
-from parallel_ext.io.schema import parse_json
+from parallel_ext.io.schema import parse_json, read_json
 from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
 
@@ -121,18 +122,21 @@ def model_of_dcp(
     out: Path,
     config: Path | None,
     check: Callable[[HFDirectory], object],
+    names: Callable[[Path, dict[str, Any], dict[str, tuple[int, ...]]], Mapping[str, str]],
     progress: Progress = nothing,
 ) -> int:
     """Write the model of a DCP as a HuggingFace directory.
 
     Its tensors are those below the key ``model``, or those at the top where there is none, under
-    the names of the model's HuggingFace files.
+    the names of the model's HuggingFace files, or those in a model of images.
 
     Args:
         path: directory of a DCP, of this package or another program.
         config: folder with ``config.json`` and what else is to lie beside the tensors; None for
             what a training checkpoint has brought along.
         check: called with the opened directory before it is published; raises if it is no model.
+        names: given the folder and content of a ``config.json``, and the shapes of the tensors,
+            returns by their names those that files have where these are others.
 
     Returns:
         How many tensors the model has.
@@ -151,6 +155,19 @@ def model_of_dcp(
     if config is None and CONFIG_NAME not in own:
         raise CheckpointError(
             f"{path} holds no {CONFIG_NAME}; pass --config FOLDER of the model that was trained"
+        )
+    if config is None:
+        content = parse_json(own[CONFIG_NAME], path / CONFIG_NAME)
+    else:
+        content = read_json(config / CONFIG_NAME)
+    shapes = {name: saved.tensors[key][1] for name, key in key_of.items()}
+    in_files = names(config or path, content, shapes)
+    key_of = {in_files.get(name, name): key for name, key in key_of.items()}
+    if len(key_of) < len(shapes):
+        twice = [name for name in shapes if in_files.get(name, name) != name]
+        raise CheckpointError(
+            f"{path}: tensors are there under two names each, as {first_few(twice)}; save one of "
+            "the two"
         )
     specs = [TensorSpec(name, *saved.tensors[key]) for name, key in key_of.items()]
     files = plan_files(specs, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,12 +198,7 @@ class OwnModule(WholeModel):
 
     def _name_files(self, names: Mapping[str, str]) -> None:
         """Let files hold tensors under the names that ``names`` has for those in the module."""
-        self._names, plain = names, self._plain_layout
-        parts = {
-            name: tuple(replace(each, name=names.get(each.name, each.name)) for each in of)
-            for name, of in ((name, plain.parts_of(name)) for name in plain)
-        }
-        self.layout = replace(plain, parts=parts)
+        self._names, self.layout = names, self._plain_layout.with_names_in_files(names)
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
         inner = self._inner.values(rank)

@@ -168,9 +168,12 @@ def _restore(source: Path, options: argparse.Namespace, progress: Progress) -> d
 
 def _of_dcp(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.checkpoint.from_dcp import model_of_dcp
-    from parallel_ext.parallel.unpad_files import check_files
+    from parallel_ext.parallel.expected_files import NoFiles, check_files, names_for_files
 
-    made = model_of_dcp(source, options.out, options.config, check_files, progress)
+    def names(folder: Path, config: dict, shapes: dict) -> dict[str, str]:
+        return names_for_files(NoFiles(folder, config, shapes))
+
+    made = model_of_dcp(source, options.out, options.config, check_files, names, progress)
     return {"tensors": made}
 
 

@@ -127,7 +127,7 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
     if not prefix:
         return inside
     tied_beside(module)  # raises where a head would get lost
-    layout, first_name = _below(prefix, inside), {}
+    layout, first_name = below(prefix, inside), {}
     layouts = {id(parameter): each for parameter, each in parameters_beside(module).values()}
     tensors, tied = dict(layout.tensors), dict(layout.tied)
     for name, tensor in tensors_beside(module):
@@ -140,7 +140,7 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
     return replace(layout, tensors=tensors, tied=tied, buffers=layout.buffers | buffers)
 
 
-def _below(prefix: str, layout: ModelLayout) -> ModelLayout:
+def below(prefix: str, layout: ModelLayout) -> ModelLayout:
     """Return the layout of a model in a module where its names begin with ``prefix``."""
 
     def at(name: str) -> str:

@@ -14,10 +14,8 @@ from parallel_ext.io.hf_writer import index_of, to_file
 from parallel_ext.io.progress import Progress, nothing
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import check_new, copy_beside, rows_of, write_again
-from parallel_ext.parallel.configuration import build_on_meta, configurations
-from parallel_ext.parallel.plan import layout_of
-from parallel_ext.parallel.validate import spec_for
-from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.parallel.configuration import is_of_images
+from parallel_ext.parallel.expected_files import expected
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -60,7 +58,12 @@ def unpad_files(
     """
     check_new(out, source)
     with HFDirectory(source, lambda name: open_compared(source / name)) as model:
-        layout, vocabulary = _expected(model)
+        if is_of_images(model.config):
+            raise CheckpointError(
+                f"{source}: the vocabulary of a model of images is not shortened here; load it by "
+                "transformers, call model.resize_token_embeddings(V), and save it"
+            )
+        layout, vocabulary = expected(model)
         configured = layout[vocabulary[0]].shape[0]
         padded = max(model.shapes[name][0] for name in vocabulary if name in model.shapes)
         ids = _ids_of_tokenizer(source)
@@ -88,7 +91,7 @@ def unpad_files(
                 "no id reaches them, and there is none in the folder"
             )
         model.drop_padding_rows(vocabulary, true, filled=filled_padding)
-        model.check(*_expected(model, true))
+        model.check(*expected(model, true))
         with Publication(out) as temporary:
             written = write_again(
                 model,
@@ -103,21 +106,6 @@ def unpad_files(
         shape_of = {name: file.tensors[name].shape for name, file in model.file_of.items()}
         shortened = tuple(name for name in shape_of if shape_of[name] != model.shapes[name])
         return Unpadded(true, padded, shortened, len(model.shapes))
-
-
-def check_files(model: HFDirectory) -> None:
-    """Raise a CheckpointError unless the files hold exactly the tensors of a model we serve."""
-    model.check(*_expected(model))
-
-
-def _expected(model: HFDirectory, vocab_size: int | None = None) -> tuple[ModelLayout, list[str]]:
-    """Return where the tensors of the configured model lie in files, and which are by vocabulary.
-
-    The first of the latter is the embedding.
-    """
-    plain = build_on_meta(model, configurations(model, vocab_size)[0], None)
-    spec = spec_for(plain)
-    return layout_of(plain, spec, 1).in_files(), spec.vocabulary
 
 
 def _ids_of_tokenizer(source: Path) -> int | None:

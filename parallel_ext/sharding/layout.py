@@ -367,6 +367,14 @@ class ModelLayout(Mapping[str, TensorLayout]):
         buffers = frozenset(part.name for part in parts if part.source in self.buffers)
         return replace(self, tensors=tensors, parts={}, buffers=buffers)
 
+    def with_names_in_files(self, names: Mapping[str, str]) -> ModelLayout:
+        """Return the layout of the same model whose files have other names for some tensors."""
+        parts = {
+            name: tuple(replace(each, name=names.get(each.name, each.name)) for each in of)
+            for name, of in ((name, self.parts_of(name)) for name in self)
+        }
+        return replace(self, parts=parts)
+
     def for_files(self, names: Collection[str]) -> ModelLayout:
         """Return the layout for files that hold tensors of these ``names``, some perhaps whole."""
         parts = {name: parts for name, parts in self.parts.items() if name not in names}
