@@ -53,10 +53,8 @@ class Repeated:
 
     def numbers(self, layer: int) -> range:
         """Return the numbers that a layer which is run stands for, its own among them."""
-        length = len(self.middle)
+        added = self.further * len(self.middle)
         if layer in self.middle:
-            return range(layer, layer + self.further * length + 1, length)
-        own = (
-            layer if layer < self.middle.stop or not self.middle else layer + self.further * length
-        )
+            return range(layer, layer + added + 1, len(self.middle))
+        own = layer if layer < self.middle.start else layer + added
         return range(own, own + 1)
