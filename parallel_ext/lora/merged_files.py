@@ -300,7 +300,9 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     own.find_text_model(model)
     config = model.config
     if own.of_text is not None or is_of_images(config):
-        config = config.get("text_config", {}) | config
+        text = config.get("text_config") or {}
+        # PaliGemma has a number of rows beside it, which is another one.
+        config = text | config | {"vocab_size": _configured(text or config, "vocab_size")}
     served = own.of_text or model.config.get("model_type") in SPECS
     if own.all_names - {own.named(name) for name in model.shapes}:
         if served:
@@ -353,10 +355,15 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
 
 def _ties(config: dict[str, Any]) -> bool:
     """Return whether the head of a model is its embedding, by its configuration or its class."""
-    if "tie_word_embeddings" in config:
-        return bool(config["tie_word_embeddings"])
+    return bool(_configured(config, "tie_word_embeddings"))
+
+
+def _configured(config: dict[str, Any], name: str) -> Any:
+    """Return a value of a configuration in files, which leave out what its class has by default."""
     kind = config.get("model_type")
-    return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind]().tie_word_embeddings
+    if name in config or kind not in CONFIG_MAPPING:
+        return config.get(name)
+    return getattr(CONFIG_MAPPING[kind](), name, None)
 
 
 def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[torch.Tensor]:

@@ -153,6 +153,26 @@ def test_an_adapter_of_a_model_of_images_is_merged(kind: str, tmp_path: Path) ->
         torch.testing.assert_close(value, expected[name])
 
 
+@pytest.mark.parametrize("kind", ["paligemma", "tied llava"])
+@pytest.mark.parametrize("option", ["modules_to_save", "target_modules"])
+def test_tied_ends_of_a_model_of_images_are_not_merged_apart(
+    kind: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = tiny_model(kind).float()
+    if kind == "tied llava":
+        model.resize_token_embeddings(transformers.Qwen2Config().vocab_size)
+    model.save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    if kind == "tied llava":  # files may leave out what is the default
+        del config["text_config"]["vocab_size"]
+        (base / "config.json").write_text(json.dumps(config))
+    else:  # has one beside that of its text
+        assert config["vocab_size"] != config["text_config"]["vocab_size"]
+    _trained(model, adapter, **{"target_modules": ["q_proj"], option: ["embed_tokens"]})
+    assert "untie them first" in _refused(capsys, adapter, base, tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", OF_TEXT)
 def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(
     kind: str, tmp_path: Path
