@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable, Mapping
 from os.path import commonprefix
 
 import peft
@@ -77,13 +78,25 @@ def refuse_targets(
         NotImplementedError: a module or parameter takes none, or not with these options.
         ValueError: names or options do not go together, or are of nothing in the model.
     """
-    _refuse_mixture(model, config, op_name, state)
+    targeted = _targeted(model, config)
+    _refuse_mixture(model, targeted, op_name, state)
     _refuse_parameters(model, config, op_name)
-    _refuse_whole(model, config, op_name, state)
-    _refuse_both_ends(model, config, op_name)
-    _refuse_borrowed_weight(model, config, op_name)
+    _refuse_whole(model, config, targeted, op_name, state)
+    _refuse_both_ends(model, config, targeted, op_name)
+    _refuse_borrowed_weight(model, config, targeted, op_name)
     refuse_tokens(model, config, op_name)
-    _refuse_dora(model, config, op_name, state)
+    _refuse_dora(config, targeted, op_name, state)
+
+
+def _targeted(model: nn.Module, config: peft.LoraConfig) -> dict[str, nn.Module]:
+    """Map paths that ``target_modules`` names to their modules, without adapters around these."""
+    if not config.target_modules:
+        return {}
+    return {
+        path: module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        for path, module in model.named_modules()
+        if check_target_module_exists(config, path)
+    }
 
 
 def _draws_masks(config: peft.LoraConfig, state: ParallelState) -> bool:
@@ -92,14 +105,12 @@ def _draws_masks(config: peft.LoraConfig, state: ParallelState) -> bool:
 
 
 def _refuse_mixture(
-    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
+    model: nn.Module, targeted: Iterable[str], op_name: str, state: ParallelState
 ) -> None:
     """Refuse an adapter on a module of a mixture of experts, which PEFT would wrap on its own."""
     mixture = state.spec.mixture
-    if mixture is None or not config.target_modules:
-        return
-    for path, _ in model.named_modules():
-        if path.endswith(mixture.experts) and check_target_module_exists(config, path):
+    for path in targeted if mixture is not None else ():
+        if path.endswith(mixture.experts):
             reached = experts_tensors(model)
             experts = f", and experts by target_parameters={reached}" if reached else ""
             raise NotImplementedError(
@@ -109,19 +120,20 @@ def _refuse_mixture(
 
 
 def _refuse_whole(
-    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
+    model: nn.Module,
+    config: peft.LoraConfig,
+    targeted: Mapping[str, nn.Module],
+    op_name: str,
+    state: ParallelState,
 ) -> None:
     """Refuse an adapter on a module of a parallel model that every rank holds whole.
 
     One beside the model, as in a tower of images, takes PEFT's own, which begin with equal factors;
     but it is not trained with dropout at tp > 1, whose masks each rank would draw for itself.
     """
-    if not config.target_modules:
-        return
     inside = beginnings_inside(model)
-    for path, module in model.named_modules():
-        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        if not isinstance(base, _WHOLE) or not check_target_module_exists(config, path):
+    for path, base in targeted.items():
+        if not isinstance(base, _WHOLE):
             continue
         if path.startswith(inside):
             reasons = state.spec.unadapted.items()
@@ -130,23 +142,19 @@ def _refuse_whole(
                 f"{op_name}: an adapter on {path} is not supported: "
                 + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
                 + '; target others, or "all-linear" for all that are sharded'
-                + _by_path(model, config)
+                + _by_path(targeted)
             )
         if _draws_masks(config, state):
             raise NotImplementedError(
                 f"{op_name}: lora_dropout={config.lora_dropout} on {path} is not supported at "
                 f"tp={state.mesh.tp_size}: every rank holds it whole, and would draw masks of its "
-                "own; leave it out, or the dropout" + _by_path(model, config)
+                "own; leave it out, or the dropout" + _by_path(targeted)
             )
 
 
-def _by_path(model: nn.Module, config: peft.LoraConfig) -> str:
+def _by_path(targeted: Mapping[str, nn.Module]) -> str:
     """Tell how to name what of a configuration's targets is sharded, if anything is."""
-    paths = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, _LINEARS) and check_target_module_exists(config, path)
-    ]
+    paths = [path for path, base in targeted.items() if isinstance(base, _LINEARS)]
     if not paths:
         return ""
     names = sorted({path.rpartition(".")[2] for path in paths})
@@ -155,21 +163,22 @@ def _by_path(model: nn.Module, config: peft.LoraConfig) -> str:
     return f', or target_modules=r"{pattern}" for these of them'
 
 
-def _refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
+def _refuse_both_ends(
+    model: nn.Module, config: peft.LoraConfig, targeted: Container[str], op_name: str
+) -> None:
     """Raise a ValueError if adapters would be on embedding and head that share one weight."""
     ends = []
     for path, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, Mergeable) else module
         if not getattr(base, "tied", False) or path.endswith(".base_layer"):
             continue
-        targeted = config.target_modules and check_target_module_exists(config, path)
-        if targeted and config.trainable_token_indices:
+        if path in targeted and config.trainable_token_indices:
             raise NotImplementedError(
                 f"{op_name}: an adapter on {path}, which shares its weight with the other end, "
                 "beside trainable_token_indices is not supported; leave one of them out, or untie "
                 "embedding and head"
             )
-        if targeted or getattr(module, "scaling", None):
+        if path in targeted or getattr(module, "scaling", None):
             ends.append(path)
     if len(ends) > 1 or (ends and config.ensure_weight_tying):
         raise ValueError(
@@ -178,7 +187,9 @@ def _refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) -
         )
 
 
-def _refuse_borrowed_weight(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
+def _refuse_borrowed_weight(
+    model: nn.Module, config: peft.LoraConfig, targeted: Container[str], op_name: str
+) -> None:
     """Refuse to train or adapt a head whose weight is that of the embedding in a decoder.
 
     PEFT's copy would have no weight, and nothing would be trained.
@@ -187,9 +198,8 @@ def _refuse_borrowed_weight(model: nn.Module, config: peft.LoraConfig, op_name: 
     for path, module in model.named_modules():
         if not isinstance(module, TiedHead):
             continue
-        targeted = config.target_modules and check_target_module_exists(config, path)
-        if path.endswith(kept) or targeted or (kept and ties):
-            option = "target_modules" if targeted else "modules_to_save"
+        if path.endswith(kept) or path in targeted or (kept and ties):
+            option = "target_modules" if path in targeted else "modules_to_save"
             raise NotImplementedError(
                 f"{op_name}: {'ensure_weight_tying' if ties else option} names {path}, "
                 "whose weight is that of the embedding in the parallel decoder; leave it out, or "
@@ -245,7 +255,7 @@ def _refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) 
 
 
 def _refuse_dora(
-    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
+    config: peft.LoraConfig, targeted: Mapping[str, nn.Module], op_name: str, state: ParallelState
 ) -> None:
     """Refuse DoRA on anything but linears that are sharded by rows or columns."""
     if not config.use_dora:
@@ -254,10 +264,8 @@ def _refuse_dora(
         raise NotImplementedError(f"{op_name}: px.Invariant does not serve use_dora=True")
     if config.target_parameters:
         raise NotImplementedError(f"{op_name}: use_dora=True does not go with target_parameters")
-    for path, module in model.named_modules():
-        base = module.get_base_layer() if isinstance(module, Mergeable) else module
-        ends = isinstance(base, (VocabParallelEmbedding, VocabParallelHead))
-        if ends and config.target_modules and check_target_module_exists(config, path):
+    for path, base in targeted.items():
+        if isinstance(base, (VocabParallelEmbedding, VocabParallelHead)):
             raise NotImplementedError(
                 f"{op_name}: use_dora=True on {path} is not supported; target linears of the layers"
             )
