@@ -163,32 +163,27 @@ def rows_here(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 # --- Merging in a whole model ---
 
 
-def _merging(
-    plain: Callable[..., Any],
-    self: peft.LoraModel,
-    keep: bool,
-    *args: Any,
-    safe_merge: bool = False,
-    adapter_names: list[str] | None = None,
-) -> Any:
-    """Merge after a check on all ranks of whatever may speak against it, before any change."""
-    state, op_name = parallel_state(self.model), "merging adapters"
-    if state is not None:
-        arrive(op_name)
-        state.mesh.control.barrier(op_name)
+def _prepare_merge(
+    model: nn.Module, safe_merge: bool, adapter_names: list[str] | None, keep: bool
+) -> None:
+    """Raise on all ranks what speaks against a merge into a parallel model, before any change."""
+    state, op_name = parallel_state(model), "merging adapters"
+    if state is None:
+        return
+    arrive(op_name)
+    state.mesh.control.barrier(op_name)
 
-        def check() -> None:
-            to_shards(self.model)
-            for module in self.model.modules():
-                if hasattr(module, "check_merge"):
-                    module.check_merge(safe_merge, adapter_names, keep)
-            _refuse_kept_ends(op_name, self.model, merges=True)
+    def check() -> None:
+        to_shards(model)
+        for module in model.modules():
+            if hasattr(module, "check_merge"):
+                module.check_merge(safe_merge, adapter_names, keep)
+        _refuse_kept_ends(op_name, model, merges=True)
 
-        state.mesh.control.run_on_all(op_name, check)
-        check_adapters(self.model, state, op_name)
-        if not keep:
-            _take_over_all(self.model, state)
-    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names)
+    state.mesh.control.run_on_all(op_name, check)
+    check_adapters(model, state, op_name)
+    if not keep:
+        _take_over_all(model, state)
 
 
 def _take_over_all(model: nn.Module, state: ParallelState) -> None:
@@ -250,7 +245,9 @@ def merge_adapter(
     adapter_names: list[str] | None = None,
     safe_merge: bool = False,
 ) -> Any:
-    return _merging(plain, self, True, safe_merge=safe_merge, adapter_names=adapter_names)
+    """Extend ``LoraModel.merge_adapter``: on a parallel model all ranks merge, or none."""
+    _prepare_merge(self.model, safe_merge, adapter_names, keep=True)
+    return plain(self, adapter_names=adapter_names, safe_merge=safe_merge)
 
 
 def unload(plain: Callable[..., Any], self: peft.LoraModel) -> Any:
@@ -270,6 +267,6 @@ def merge_and_unload(
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
 ) -> Any:
-    return _merging(
-        *(plain, self, False, progressbar), safe_merge=safe_merge, adapter_names=adapter_names
-    )
+    """Extend ``LoraModel.merge_and_unload``: on a parallel model all ranks merge, or none."""
+    _prepare_merge(self.model, safe_merge, adapter_names, keep=False)
+    return plain(self, progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
