@@ -13,6 +13,7 @@ from torch import nn
 
 from parallel_ext.lora.layers import Adapted
 from parallel_ext.nn.blocks import BlockExperts, BlockFactor
+from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import LowRank
 from parallel_ext.sharding.layout import TensorLayout, scaled, shard_ranges
@@ -52,6 +53,14 @@ def expert_factor_layouts(
     )
 
 
+def per_expert(
+    lora_a: torch.Tensor, lora_b: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A [r * e, in] and B [out, r * e] of ``e`` experts as [e, r, in] and [e, out, r]."""
+    of_experts = lora_b.view(len(lora_b), -1, experts).permute(2, 0, 1)
+    return lora_a.view(experts, -1, lora_a.size(1)), of_experts.contiguous()
+
+
 class ParamWrapper(Adapted, layer.ParamWrapper):
     """An adapter on one tensor of the experts; each rank holds the factors of its own experts.
 
@@ -86,33 +95,25 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
         self.lora_A[adapter], self.lora_B[adapter] = factor_a, factor_b
         self._draw_factors(config, r, (factor_a, factor_b))
 
-    def _per_expert(
-        self, adapter: str, weight_a: torch.Tensor, weight_b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and B of this rank's experts as [e, r, in] and [e, out, r]."""
-        r = self.r[adapter]
-        experts = weight_a.size(0) // r
-        of_experts = weight_b.view(-1, r, experts).permute(2, 0, 1)
-        return weight_a.view(experts, r, -1), of_experts.contiguous()
-
     def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's A [e, r, in] and B [e, out, r]."""
-        return self._per_expert(adapter, *super()._factor_pair(adapter))
+        lora_a, lora_b = super()._factor_pair(adapter)
+        return per_expert(lora_a, lora_b, len(lora_a) // self.r[adapter])
 
     def _for_use(self, factor: Factor) -> tuple[torch.Tensor, ...]:
         """Return a factor for a forward, once for each dp rank whose leaf meets at the experts."""
         if isinstance(factor, BlockFactor):
             return factor.copies("weight").unbind()
-        replicas = self.get_base_layer().replicas
-        return (self._caught(factor.weight, factor.layouts["weight"].name, replicas),)
+        base, name = self.get_base_layer(), factor.layouts["weight"].name
+        return (for_use(factor.weight, name, base.replicas, base.partials),)
 
     def _low_rank(self, active: list[str]) -> LowRank:
         """Join all active adapters in one, whose gradients are summed where they are partial."""
         pairs = []
         for name in active:
             copies = zip(*map(self._for_use, (self.lora_A[name], self.lora_B[name])), strict=True)
-            of_copies = zip(*(self._per_expert(name, a, b) for a, b in copies), strict=True)
-            pairs.append(tuple(map(_side_by_side, of_copies)))
+            of_copies = (per_expert(a, b, len(a) // self.r[name]) for a, b in copies)
+            pairs.append(tuple(map(_side_by_side, zip(*of_copies, strict=True))))
         if len(active) == 1:
             return LowRank(*pairs[0], self.scaling[active[0]])
         scaled = [b * self.scaling[name] for name, (_, b) in zip(active, pairs, strict=True)]

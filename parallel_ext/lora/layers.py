@@ -106,10 +106,6 @@ class Adapted(Mergeable):
         out_features, in_features = module.layouts["weight"].shape
         return in_features, out_features
 
-    def _caught(self, parameter: nn.Parameter, name: str, group: Group) -> torch.Tensor:
-        """Return a parameter for use in a forward, where its gradient is partial over ``group``."""
-        return for_use(parameter, name, group, self.get_base_layer().partials)
-
     def for_agreement(self) -> str:
         """Return what must be equal on all tp ranks before a forward, as text."""
         active = self.here(self.active_adapters)
@@ -425,7 +421,7 @@ class LoraVocabEmbedding(Adapted):
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
             name = self.lora_embedding_B.layouts[adapter].name
-            factor_b = self._caught(factor_b, name, base.group)
+            factor_b = for_use(factor_b, name, base.group, base.partials)
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
         if tokens is None:

@@ -27,6 +27,7 @@ from parallel_ext.io.rewrite import check_new, copy_beside, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
+from parallel_ext.lora.experts import per_expert
 from parallel_ext.models import SPECS, ModelSpec, spec_of_text
 from parallel_ext.parallel.configuration import (
     build_on_meta,
@@ -234,15 +235,10 @@ class _Adapter:
         )
 
     def _of_expert(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two factors whose product is added to a tensor of one expert, or of all.
-
-        As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
-        expert side by side, B [out, r * E] the columns of one r side by side.
-        """
+        """Return two factors whose product is added to a tensor of one expert, or of all."""
         part, num_experts, names = self.experts[target]
         a, b = (self._read(names[kind]) for kind in "ab")
-        right = a.view(num_experts, -1, a.size(1))
-        left = b.view(len(b), -1, num_experts).permute(2, 0, 1)
+        right, left = per_expert(a, b, num_experts)
         if part.index:
             (expert, _), (start, stop), _ = part.box
             left, right = left[expert, start:stop], right[expert]

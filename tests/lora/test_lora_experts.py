@@ -28,6 +28,7 @@ from reference_mixtral import (
 from reference_ops import counted
 
 import parallel_ext as px
+from parallel_ext.lora import experts
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.parallel.state import state_of
 
@@ -194,16 +195,15 @@ def test_adapters_on_experts_share_a_sum_or_add_one(layout: Layout, more: int) -
 # What the comparison notices.
 
 
-def _columns_swapped(self: Any, adapter: str, a: torch.Tensor, b: torch.Tensor) -> Any:
-    r = self.r[adapter]
-    experts = a.size(0) // r
-    return a.view(experts, r, -1), b.view(-1, experts, r).permute(1, 0, 2).contiguous()
+def _columns_swapped(a: torch.Tensor, b: torch.Tensor, number: int) -> Any:
+    swapped = b.view(len(b), number, -1).permute(1, 0, 2).contiguous()
+    return a.view(number, -1, a.size(1)), swapped
 
 
 def _broken(directory: Path, layout: Layout, what: str) -> float:
     tiny = TinyMixtral(num_experts=4, inner=16)  # all shapes alike
     reference, model = _pair(directory, tiny, layout, {}, 2)
-    state, kept = state_of(model), ParamWrapper._per_expert
+    state, kept = state_of(model), experts.per_expert
     for module in model.modules():
         if isinstance(module, ParamWrapper) and what == "no sum over replicas":
             module.get_base_layer().replicas = px.ops.ALONE
@@ -213,11 +213,11 @@ def _broken(directory: Path, layout: Layout, what: str) -> float:
         (parameters,) = state.partials._averaged.values()
         state.partials._averaged = {state.mesh.dp: parameters}
     elif what == "swapped columns":
-        ParamWrapper._per_expert = _columns_swapped
+        experts.per_expert = _columns_swapped
     try:
         return worst(gradient_differences(reference, model, *own_batch(tiny, layout.mesh())))[0]
     finally:
-        ParamWrapper._per_expert = kept
+        experts.per_expert = kept
 
 
 @pytest.mark.parametrize(
