@@ -64,9 +64,6 @@ def check_adapters(model: nn.Module, state: ParallelState, op_name: str) -> None
     compare(trained, state.mesh, op_name)
 
 
-_CARD = "README.md"
-
-
 def saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
     """Map each name in an adapter's file, as PEFT chooses them, to its name in the model."""
     names: dict[int, str] = {}
@@ -177,9 +174,9 @@ def _save(
         if mesh.rank != 0:
             return
         with replaced_files(save_directory, last=ADAPTER_CONFIG_NAME) as temporary:
-            card = Path(save_directory, _CARD)
+            card = Path(save_directory, "README.md")
             if card.exists():  # PEFT adds to what it says
-                disk.write_file(temporary / _CARD, card.read_bytes())
+                disk.write_file(temporary / card.name, card.read_bytes())
             plain(self, os.fspath(temporary), **{**options, "state_dict": full})
             if options.get("safe_serialization", True):
                 for adapter in adapters:
