@@ -13,7 +13,7 @@ from parallel_ext import ops
 from parallel_ext.nn.linear import ComputedAhead, ComputingHook
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import ShardedLinear, ShardedModule
 from parallel_ext.ops import Blocks, ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
@@ -22,7 +22,7 @@ from parallel_ext.sharding.slices import split_parts
 TakeGradients = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-class BlockColumnLinear(ComputedAhead, ShardedModule):
+class BlockColumnLinear(ComputedAhead, ShardedLinear):
     """``nn.Linear`` of which each rank holds blocks of output features (rows of the weight).
 
     Args:
@@ -50,11 +50,9 @@ class BlockColumnLinear(ComputedAhead, ShardedModule):
         repeats: tuple[int, ...] = (),
         alone: bool = False,
     ) -> None:
-        super().__init__(layouts, group)
+        super().__init__(weight, bias, layouts, group)
         self.alone = alone
         layout = layouts["weight"]
-        self.out_features, self.in_features = layout.shape
-        self.weight, self.bias = weight, bias
         own, count = own_blocks(layout, group.rank)
         first, *_ = layout.parts
         self.blocks = [
@@ -132,7 +130,7 @@ class ComputedTogether(ComputingHook):
         self.serve(layers, input, [[*islice(rest, len(layer.blocks))] for layer in layers])
 
 
-class BlockRowLinear(ShardedModule):
+class BlockRowLinear(ShardedLinear):
     """``nn.Linear`` of which each rank holds blocks of input features (columns of the weight).
 
     Args:
@@ -144,17 +142,9 @@ class BlockRowLinear(ShardedModule):
     Called with this rank's features [..., K] it returns the replicated [..., F].
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        layouts: dict[str, TensorLayout],
-        group: Group,
-    ) -> None:
-        super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
-        self.weight, self.bias = weight, bias
-        self.blocks = own_blocks(layouts["weight"], group.rank)
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
+        super().set_layouts(layouts)
+        self.blocks = own_blocks(layouts["weight"], self.group.rank)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.mark.is_set = True

@@ -15,7 +15,7 @@ from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
 from parallel_ext.nn.sharded_module import (
-    ShardedModule,
+    ShardedLinear,
     does_more,
     group_of_shards,
     require_plain,
@@ -101,19 +101,8 @@ class ComputingHook:
         self._served = ()
 
 
-class _ParallelLinear(ShardedModule):
-    """The base of linear layers of which each rank holds a part."""
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        layouts: dict[str, TensorLayout],
-        group: Group,
-    ) -> None:
-        super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
-        self.weight, self.bias = weight, bias
+class _FromSizes(ShardedLinear):
+    """The base of layers that are built from the sizes of ``nn.Linear``."""
 
     @classmethod
     def from_sizes(
@@ -149,7 +138,7 @@ class _ParallelLinear(ShardedModule):
         return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
 
 
-class ColumnParallelLinear(ComputedAhead, _ParallelLinear):
+class ColumnParallelLinear(ComputedAhead, _FromSizes):
     """``nn.Linear`` of which each rank holds some output features (rows of the weight).
 
     Args:
@@ -256,7 +245,7 @@ def added_once(bias: torch.Tensor | None, layer: RowParallelLinear) -> torch.Ten
     return bias - bias.detach()
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_FromSizes):
     """``nn.Linear`` of which each rank holds some input features (columns of the weight).
 
     Args:

@@ -16,14 +16,14 @@ from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, added_once
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import ShardedLinear, ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_like
 from parallel_ext.sharding.slices import local_part
 
 
-class Factor(ShardedModule):
+class Factor(ShardedLinear):
     """One factor of a linear adapter: a weight [out, in], and perhaps a bias [out]; zeros at first.
 
     Args:
@@ -36,12 +36,12 @@ class Factor(ShardedModule):
     def __init__(
         self, weight: TensorLayout, bias: TensorLayout | None, group: Group, **options: Any
     ) -> None:
-        super().__init__({"weight": weight} | ({"bias": bias} if bias else {}), group)
-        self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = (
+        parameters = (
             nn.Parameter(torch.zeros(layout.local_shape(group.rank), **options)) if layout else None
             for layout in (weight, bias)
         )
+        layouts = {"weight": weight} | ({"bias": bias} if bias else {})
+        super().__init__(*parameters, layouts, group)
 
 
 def factor_layouts(

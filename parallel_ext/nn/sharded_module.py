@@ -129,6 +129,28 @@ class ShardedModule(nn.Module):
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
 
 
+class ShardedLinear(ShardedModule):
+    """The base of linear layers [out, in] of which each rank holds a part.
+
+    Attributes:
+        in_features, out_features: of the whole layer.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: Mapping[str, TensorLayout],
+        group: Group,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.weight, self.bias = weight, bias
+
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
+        super().set_layouts(layouts)
+        self.out_features, self.in_features = layouts["weight"].shape
+
+
 def does_more(module: nn.Module, is_known: Callable[[Any], bool] = lambda hook: False) -> bool:
     """Return whether a module does more than its class: by hooks, or a forward of its own.
 

@@ -15,6 +15,7 @@ from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.initial_values import drawn, drawn_linear
 from parallel_ext.nn.sharded_module import (
+    ShardedLinear,
     ShardedModule,
     group_of_shards,
     require_plain,
@@ -211,7 +212,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         return functional.pad(rows, others, value=float("nan"))
 
 
-class VocabParallelHead(_RowsOfVocabulary):
+class VocabParallelHead(_RowsOfVocabulary, ShardedLinear):
     """The output layer to the vocabulary, of which each rank holds a range of rows.
 
     Args:
@@ -240,8 +241,7 @@ class VocabParallelHead(_RowsOfVocabulary):
         partials: PartialGradients | None,
         tied: bool = False,
     ) -> None:
-        super().__init__(layouts, group)
-        self.weight, self.bias = weight, bias
+        super().__init__(weight, bias, layouts, group)
         self.partials, self.tied = partials, tied
 
     def check_ties(self, embedding: VocabParallelEmbedding, op_name: str) -> None:
@@ -300,11 +300,6 @@ class VocabParallelHead(_RowsOfVocabulary):
         """
         plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
         return drawn_linear(cls.from_plain(plain, group, vocab_multiple_of), device)
-
-    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
-        """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""
-        super().set_layouts(layouts)
-        self.out_features, self.in_features = layouts["weight"].shape
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
         """Mark the hidden states, whose backward opens the sum of partial gradients."""
