@@ -63,6 +63,8 @@ class LossCall:
 
     Attributes:
         tokens: of a sequence, how many each rank has, if the head is given those of its rank.
+        weights: weight and bias of the head that has returned hidden states; None if none has, as
+            one with an adapter does not.
     """
 
     tokens: list[int] | None = None
@@ -80,20 +82,9 @@ class LossCall:
         self.fused, self.why_not, self.shared = fused, why_not, shared
         self.takes_own_tokens = fused and takes_own_tokens
         self._changes = changes or {}
-        self._head: VocabParallelHead | TiedHead | None = None
-        self._weights: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.weights: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._hidden: torch.Tensor | None = None
-        self._adapter: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def handed_over(self) -> bool:
-        """Return whether the head has returned hidden states, as one with an adapter does not."""
-        return self._head is not None
-
-    @property
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return weight and bias of the head that has returned hidden states, if one has."""
-        return self._weights
+        self._of_head: dict[str, Any] = {}  # options of the loss
 
     def hand_over(
         self,
@@ -110,8 +101,8 @@ class LossCall:
             weight: [R, H], what the head multiplies by; in ZeRO there for its forward alone.
             adapter: [..., R] and this rank's rows [.., R], whose product is added to the logits.
         """
-        self._head, self._hidden, self._adapter = head, hidden, adapter
-        self._weights = weight, head.bias
+        self.weights, self._hidden = (weight, head.bias), hidden
+        self._of_head = {"blocks": head.blocks, "adapter": adapter}
         return hidden
 
     def loss(
@@ -128,13 +119,10 @@ class LossCall:
         Raises:
             RuntimeError: that is not what the head has handed over.
         """
-        head = None
         if self.seen_by is not None:  # all are on every rank
             vocab_range, options["tp"] = (0, vocab_size), ops.ALONE
-        if self._head is not None:
-            head = self._weights
-            options |= {"blocks": self._head.blocks, "adapter": self._adapter}
-            options["tokens"] = self.tokens
+        if self.weights is not None:
+            options |= {**self._of_head, "tokens": self.tokens}
             if self._changes:  # the class has changed the hidden states that it took for logits
                 output, options = self._hidden, {**options, **self._changes}
             elif output is not self._hidden:
@@ -143,7 +131,8 @@ class LossCall:
                     "in training are hidden states; parallelize(..., fused_loss=False) gives it "
                     "logits"
                 )
-        return causal_lm_loss(output, labels, vocab_size, vocab_range, mesh, head=head, **options)
+        inputs = output, labels, vocab_size, vocab_range, mesh
+        return causal_lm_loss(*inputs, head=self.weights, **options)
 
 
 def without_logits(output: Any, fields: Mapping[str, Any]) -> Any:

@@ -206,7 +206,7 @@ def _with_loss(model: nn.Module, state: ParallelState, begun: _Begun, output: An
     """Return the output of a forward with its loss, and with full logits or none."""
     call, fields = begun.call, dict(output.items())
     logits = fields.pop("logits")
-    if call.fused and state.fused_loss is True and not call.handed_over:
+    if call.fused and state.fused_loss is True and call.weights is None:
         raise ValueError("fused_loss=True, but an adapter on the output head makes logits")
     loss = _loss(model, state, call, logits, begun.labels, begun.options)
     fields |= with_balance(model, state, output, begun.arguments, loss)
