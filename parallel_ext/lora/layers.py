@@ -398,31 +398,16 @@ class LoraVocabEmbedding(Adapted):
     def _delta(self, adapter: str) -> torch.Tensor:
         return super()._delta(adapter).T
 
-    def _rows(self, ids: torch.Tensor, table: torch.Tensor, **sum_of: Any) -> torch.Tensor:
-        """Look up rows of this rank's part of a table; zeros where another rank holds them.
-
-        ``sum_of``: sizes and group of all ranks, for rows that are summed over them.
-        """
-        base = self.get_base_layer()
-        return ops.vocab_embedding(
-            ids,
-            table,
-            base.num_embeddings,
-            base.vocab_range[0],
-            padding_idx=base.padding_idx,
-            **sum_of,
-        )
-
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base, ids = self.get_base_layer(), x.long()
         if base.layouts["weight"].blocks:
             return self._adapted_rows(ids, active)
-        partial, tokens = self._rows(ids, base.weight), base.tokens(ids)
+        partial, tokens = base.rows(ids, base.weight), base.tokens(ids)
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
             name = self.lora_embedding_B.layouts[adapter].name
             factor_b = for_use(factor_b, name, base.group, base.partials)
-            low = self._rows(ids, columns.T.contiguous())
+            low = base.rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
         if tokens is None:
             return base.finished(ops.reduce_from_region(partial, base.group))
@@ -434,7 +419,7 @@ class LoraVocabEmbedding(Adapted):
         rows = base(ids)
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
-            low = self._rows(ids, columns.T.contiguous(), sizes=base.sizes, group=base.group)
+            low = base.rows(ids, columns.T.contiguous(), sizes=base.sizes, group=base.group)
             added = replicated_linear(low, factor_b) * self.scaling[adapter]
             rows = rows + base.finished(added.to(rows.dtype))
         return rows

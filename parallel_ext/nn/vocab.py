@@ -173,16 +173,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
     def forward(self, input: torch.Tensor, trained: TrainedRows | None = None) -> torch.Tensor:
         refuse_options(self, "this VocabParallelEmbedding")
         tokens, ids = self.tokens(input), input.long() if input.dtype == torch.int32 else input
-        rows = ops.vocab_embedding(
-            ids,
-            self.weight,
-            self.num_embeddings,
-            self.vocab_range[0],
-            padding_idx=self.padding_idx,
-            sizes=self.sizes,
-            tokens=tokens,
-            group=self.group,
-        )
+        rows = self.rows(ids, self.weight, sizes=self.sizes, tokens=tokens, group=self.group)
         if trained is not None:
             through = self.vocab_range
             if tokens is not None:
@@ -191,6 +182,17 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
                 through = None
             rows = trained.looked_up(ids, rows, through, self.padding_idx)
         return self.finished(rows, tokens)
+
+    def rows(self, ids: torch.Tensor, table: torch.Tensor, **sum_of: Any) -> torch.Tensor:
+        """Look up rows of a table that is sharded as the weight; zeros where others hold them.
+
+        Args:
+            ids: [...] int64.
+            table: this rank's rows of it.
+            sum_of: sizes, tokens and group of all ranks, for rows that are summed over them.
+        """
+        num_rows, start, padding = self.num_embeddings, self.vocab_range[0], self.padding_idx
+        return ops.vocab_embedding(ids, table, num_rows, start, padding_idx=padding, **sum_of)
 
     def tokens(self, ids: torch.Tensor) -> list[int] | None:
         """Return how many tokens of ids each rank is given the rows of; None for all of them."""
