@@ -77,16 +77,23 @@ def get_peft_model(
     plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
 ) -> Any:
     """Extend ``peft.get_peft_model``: refuse at once what is not LoRA on a parallel model."""
-    if _state_with(model, peft_config) is not None:
-        refuse_unsupported(peft_config, "get_peft_model")
+    _checked_state(model, "get_peft_model", peft_config)
     return plain(model, peft_config, *args, **kw)
 
 
-def _state_with(model: nn.Module, *configs: peft.PeftConfig) -> ParallelState | None:
-    """Return the state of a model, which an adapter to be trained makes parallel under px.patch."""
+def _checked_state(
+    model: nn.Module, op_name: str, *configs: peft.PeftConfig
+) -> ParallelState | None:
+    """Return the state of a parallel model; raise if it cannot serve adapters of these ``configs``.
+
+    Under px.patch an adapter that is to be trained makes a model parallel.
+    """
     if any(not config.inference_mode for config in configs):
         adopt_trained(model, "an adapter")
-    return parallel_state(model)
+    state = parallel_state(model)
+    for config in configs if state is not None else ():
+        refuse_unsupported(config, op_name)
+    return state
 
 
 def start_model(
@@ -98,9 +105,7 @@ def start_model(
     **kwargs: Any,
 ) -> None:
     """Extend ``PeftModel.__init__``: refuse what is not LoRA on a parallel model."""
-    state = _state_with(model, peft_config)
-    if state is not None:
-        refuse_unsupported(peft_config, "PeftModel")
+    state = _checked_state(model, "PeftModel", peft_config)
     plain(self, model, peft_config, *args, **kwargs)
     if state is not None:
         watch_forward(self)
@@ -117,9 +122,7 @@ def start_tuner(
 ) -> None:
     """Extend ``BaseTuner.__init__``: refuse what is not LoRA on a parallel model."""
     configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
-    if _state_with(model, *configs) is not None:
-        for config in configs:
-            refuse_unsupported(config, type(self).__name__)
+    _checked_state(model, type(self).__name__, *configs)
     plain(self, model, peft_config, *args, **kwargs)
 
 
