@@ -185,7 +185,7 @@ def _look(
 
 def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) -> TensorLayout:
     """Return the layout of a state: that of the parameter, or of its rows or its columns."""
-    if not isinstance(optimizer, torch.optim.Adafactor) or not is_reduced(key):
+    if not is_reduced(optimizer, key):
         return whole
     if len(whole.shape) < 2:  # which has none, as ``check_state`` says
         raise CheckpointError(f"{whole.name} of shape {whole.shape} has no state {key!r}")

@@ -14,9 +14,9 @@ ROWS, COLUMNS = -2, -1
 _REDUCED = {"row_var": COLUMNS, "col_var": ROWS}  # states of Adafactor
 
 
-def is_reduced(key: str) -> bool:
-    """Return whether Adafactor's state of this name has one number for all of a dimension."""
-    return key in _REDUCED
+def is_reduced(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Return whether an optimizer's state of this name has one number for all of a dimension."""
+    return isinstance(optimizer, torch.optim.Adafactor) and key in _REDUCED
 
 
 def layout_of_state(
@@ -34,10 +34,8 @@ def layout_of_state(
         >>> layout_of_state(optimizer, "variance", TensorLayout("weight", (5, 4))).shape
         (5, 4)
     """
-    of_parts = isinstance(optimizer, torch.optim.Adafactor) and is_reduced(key)
-    if not of_parts or len(parameter.shape) < 2 or not knows_whole(optimizer, parameter):
-        return parameter
-    return reduced(parameter, _REDUCED[key])
+    known = len(parameter.shape) >= 2 and knows_whole(optimizer, parameter)
+    return reduced(parameter, _REDUCED[key]) if known and is_reduced(optimizer, key) else parameter
 
 
 def knows_whole(optimizer: torch.optim.Optimizer, parameter: TensorLayout) -> bool:
