@@ -41,11 +41,7 @@ def read_content(path: Path, most: int = MAX_JSON_BYTES, links: bool = True) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: of a file of a saved model.
-    """
+    """Read a JSON object from a file of a saved model."""
     return parse_json(read_content(path), path)
 
 
