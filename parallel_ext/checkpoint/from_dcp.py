@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -162,13 +163,14 @@ def model_of_dcp(
         content = read_json(config / CONFIG_NAME)
     shapes = {name: saved.tensors[key][1] for name, key in key_of.items()}
     in_files = names(config or path, content, shapes)
-    key_of = {in_files.get(name, name): key for name, key in key_of.items()}
-    if len(key_of) < len(shapes):
-        twice = [name for name in shapes if in_files.get(name, name) != name]
+    number = Counter(in_files.get(name, name) for name in shapes)
+    twice = [name for name in shapes if number[in_files.get(name, name)] > 1]
+    if twice:
         raise CheckpointError(
             f"{path}: tensors are there under two names each, as {first_few(twice)}; save one of "
             "the two"
         )
+    key_of = {in_files.get(name, name): key for name, key in key_of.items()}
     specs = [TensorSpec(name, *saved.tensors[key]) for name, key in key_of.items()]
     files = plan_files(specs, 1)
     with Publication(out) as temporary:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -127,17 +128,37 @@ def layout_around(module: nn.Module, inside: ModelLayout) -> ModelLayout:
     if not prefix:
         return inside
     tied_beside(module)  # raises where a head would get lost
-    layout, first_name = below(prefix, inside), {}
     layouts = {id(parameter): each for parameter, each in parameters_beside(module).values()}
+    return layout_with_beside(module, prefix, inside, layouts)
+
+
+def layout_with_beside(
+    module: nn.Module,
+    prefix: str,
+    inside: ModelLayout,
+    layouts: Mapping[int, TensorLayout] = MappingProxyType({}),
+) -> ModelLayout:
+    """Return the layout of a module around a model, parallel or not, by its own names.
+
+    Args:
+        prefix: how the names begin of what belongs to that model.
+        inside: its layout.
+        layouts: of parameters beside it, by their ``id``; of all others a rank has the whole.
+    """
+    layout, buffers = below(prefix, inside), dict(persistent_buffers(module))
     tensors, tied = dict(layout.tensors), dict(layout.tied)
-    for name, tensor in tensors_beside(module):
-        if (first := first_name.setdefault(id(tensor), name)) == name:
-            whole = TensorLayout(name, tuple(tensor.shape))
-            tensors[name] = replace(layouts.get(id(tensor), whole), name=name)
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+    first_name = {id(each): name for name, each in named.items() if name.startswith(prefix)}
+    for name, each in named.items():
+        if name.startswith(prefix):
+            continue
+        if (first := first_name.setdefault(id(each), name)) == name:
+            whole = TensorLayout(name, tuple(each.shape))
+            tensors[name] = replace(layouts.get(id(each), whole), name=name)
         else:
             tied[name] = first
-    buffers = {name for name, _ in persistent_buffers(module)} & (tensors.keys() - layout.tensors)
-    return replace(layout, tensors=tensors, tied=tied, buffers=layout.buffers | buffers)
+    beside = frozenset(buffers) & (tensors.keys() - layout.tensors)
+    return replace(layout, tensors=tensors, tied=tied, buffers=layout.buffers | beside)
 
 
 def below(prefix: str, layout: ModelLayout) -> ModelLayout:

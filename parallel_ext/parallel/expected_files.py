@@ -11,18 +11,18 @@ import transformers
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import HFDirectory
-from parallel_ext.parallel.beside import below
+from parallel_ext.parallel.beside import layout_with_beside
 from parallel_ext.parallel.configuration import (
     Described,
     build_on_meta,
     configurations,
+    is_of_images,
     names_in_model,
     names_when_saved,
 )
 from parallel_ext.parallel.plan import layout_of
 from parallel_ext.parallel.validate import decoder_in, spec_for
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout
-from parallel_ext.sharding.named_shards import persistent_buffers
+from parallel_ext.sharding.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def names_for_files(model: Described) -> dict[str, str]:
 
     Only models of images have others there. A name that is one of files already stays.
     """
-    plain = build_on_meta(model, configurations(model, None)[0], None)
-    if plain.config.get_text_config() is plain.config:
+    if not is_of_images(model.config):
         return {}
+    plain = build_on_meta(model, configurations(model, None)[0], None)
     in_model = names_in_model(plain, model.shapes)
     shapes = {name: tuple(each.shape) for name, each in plain.state_dict().items()}
     saved = names_when_saved(plain, shapes)
@@ -85,19 +85,5 @@ def _around_decoder(
         )
     prefix = next(f"{name}." for name, each in model.named_modules() if each is decoder)
     spec = spec_for(decoder)
-    inside = below(prefix, layout_of(decoder, spec, 1))
-    first_name = {id(each): prefix + name for name, each in decoder.named_parameters()}
-    tensors, tied, buffers = dict(inside.tensors), dict(inside.tied), set(inside.buffers)
-    for name, each in model.named_parameters(remove_duplicate=False):
-        if name.startswith(prefix):
-            continue
-        if (first := first_name.setdefault(id(each), name)) == name:
-            tensors[name] = TensorLayout(name, tuple(each.shape))
-        else:
-            tied[name] = first
-    for name, each in persistent_buffers(model):
-        if not name.startswith(prefix):
-            tensors[name] = TensorLayout(name, tuple(each.shape))
-            buffers.add(name)
-    layout = replace(inside, tensors=tensors, tied=tied, buffers=frozenset(buffers))
-    return layout, [prefix + name for name in spec.vocabulary]
+    inside = layout_of(decoder, spec, 1)
+    return layout_with_beside(model, prefix, inside), [prefix + name for name in spec.vocabulary]

@@ -94,7 +94,8 @@ def test_what_is_no_such_model_is_refused(
     )
     both = {"language_model.model.norm.weight": norm, "model.language_model.norm.weight": norm}
     dcp.save({"model": state | both}, checkpoint_id=tmp_path / "both", no_dist=True)
-    assert "under two names each" in _refused(capsys, tmp_path / "both", out, *config)
+    text = _refused(capsys, tmp_path / "both", out, *config)
+    assert f"under two names each, as {', '.join(both)};" in text
     other = json.loads((tmp_path / "plain" / "config.json").read_text())
     other["text_config"]["model_type"] = "bloom"
     (tmp_path / "plain" / "config.json").write_text(json.dumps(other))
