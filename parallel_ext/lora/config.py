@@ -16,7 +16,10 @@ _SUPPORTED = {
     *("target_parameters", "trainable_token_indices", "ensure_weight_tying"),
     *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode"),
     *("base_model_name_or_path", "revision", "runtime_config"),
+    "eva_config",  # of a start that is refused; PEFT ignores it with any other
 }
+_OF_FACTORS_ALONE = ("eva", "orthogonal")  # starts that leave the base as it is
+_OF_BASE = ("pissa", "olora", "corda")  # starts that PEFT can make a plain adapter of
 
 
 class LoraConfig(peft.LoraConfig):
@@ -73,6 +76,7 @@ def refuse_unsupported(config: peft.PeftConfig, op_name: str) -> None:
     if given:
         raise NotImplementedError(
             f"{op_name}: LoRA on a parallel model does not support {', '.join(given)}"
+            + _advice(start)
         )
     for name, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
         if type(rank) is not int or rank < 1:
@@ -89,3 +93,18 @@ def refuse_unsupported(config: peft.PeftConfig, op_name: str) -> None:
     p = config.lora_dropout
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ValueError(f"{op_name}: lora_dropout must be in [0, 1], got {p!r}")
+
+
+def _advice(start: bool | str) -> str:
+    """Return what to do with a saved adapter that was started so, for an error."""
+    if start in _OF_FACTORS_ALONE:
+        return (
+            "; a saved adapter has no use for it: pass PeftModel.from_pretrained a config of it "
+            "whose init_lora_weights is True"
+        )
+    if isinstance(start, str) and start.startswith(_OF_BASE):
+        return (
+            ", which changes the base: in one process, PEFT's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=FOLDER) makes a plain adapter of it"
+        )
+    return ""

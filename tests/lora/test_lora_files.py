@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 from ranks import pool
-from reference import Tiny, batch, exact, mesh_of, parallel
+from reference import Tiny, batch, difference, exact, mesh_of, parallel, refusal
 from reference_lora import (
     ALL,
     FILE,
@@ -432,3 +432,37 @@ def test_the_whole_state_of_an_adapted_model_is_refused_with_advice(
 ) -> None:
     words = "the model has adapters; merge_and_unload"
     pool(2).assert_raises(_whole_state, saved, error=CheckpointError.__name__, words=words)
+
+
+def _other_start(directory: Path, start: str) -> tuple[str, float]:
+    """Why an adapter is refused as it is, and its logits by a config with another start."""
+    model = parallel(TINY.model(), mesh_of())
+    why = refusal(lambda: peft.PeftModel.from_pretrained(model, directory))
+    changed = px.LoraConfig.from_pretrained(directory)
+    changed.init_lora_weights = True
+    model = peft.PeftModel.from_pretrained(model, directory, config=changed)
+    expected = peft.PeftModel.from_pretrained(TINY.model(), directory)
+    return why, difference(*(each(**INPUTS).logits for each in (model, expected)))
+
+
+@pytest.mark.parametrize("start", ["eva", "orthogonal"])
+def test_an_adapter_whose_factors_began_otherwise_is_loaded_by_a_plain_config(
+    start: str, tmp_path: Path
+) -> None:
+    options = {"eva_config": peft.EvaConfig(rho=1.5)} if start == "eva" else {}
+    given = config(r=4, init_lora_weights=start, target_modules=["q_proj", "down_proj"], **options)
+    model = peft.get_peft_model(TINY.model(), given)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    for why, of_logits in pool(2).run(_other_start, tmp_path, start):
+        assert f"does not support init_lora_weights='{start}'; a saved adapter has no use" in why
+        assert of_logits < 1e-10
+
+
+@pytest.mark.parametrize("start", ["pissa_niter_4", "olora", "corda"])
+def test_a_start_that_changes_the_base_is_refused_with_the_way_out(start: str) -> None:
+    model = parallel(TINY.model(), px.init_mesh())
+    why = refusal(lambda: peft.get_peft_model(model, config(init_lora_weights=start)))
+    assert "path_initial_model_for_weight_conversion=FOLDER" in why
