@@ -382,8 +382,8 @@ class HFDirectory:
             CollectiveTimeout: a rank was killed or stopped.
         """
         wanted = [
-            (parameter, layout[shard.name])
-            for _, parameter, shard in named_shards(model)
+            (parameter, layout[name])
+            for name, parameter, _ in named_shards(model)
             if parameter.is_meta
         ]
         buffers = {

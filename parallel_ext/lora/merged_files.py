@@ -120,7 +120,7 @@ class _Adapter:
     def find_text_model(self, model: HFDirectory) -> None:
         """Find out whether the files are of a model with images, and the adapter of its text."""
         text, own = spec_of_text(model.config), self.all_names
-        if text is None or text.in_image_files is None:
+        if text is None or not text.in_image_files:
             return
         of_text = {text.from_image_files(name) for name in model.shapes} - model.shapes.keys()
         if own.isdisjoint(model.shapes) or own & of_text:  # a head has one name in both

@@ -17,10 +17,10 @@ from torch import nn
 from parallel_ext.distributed.errors import first_few, warn_user
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.lora.tokens import refuse_tokens
-from parallel_ext.nn.biased_experts import BiasedExperts
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.transposed_experts import TransposedExperts
 from parallel_ext.nn.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.beside import beginnings_inside
 from parallel_ext.parallel.state import ParallelState
@@ -216,7 +216,7 @@ def _tensors_of_experts(model: nn.Module) -> list[str]:
     return [
         f"{path.replace('.base_layer', '')}.{attribute}"
         for path, module in model.named_modules()
-        if isinstance(module, ExpertParallelExperts) and not isinstance(module, BiasedExperts)
+        if isinstance(module, ExpertParallelExperts) and not isinstance(module, TransposedExperts)
         for attribute in module.layouts
     ]
 

@@ -17,6 +17,7 @@ from parallel_ext.models.gpt_oss import GPT_OSS
 from parallel_ext.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from parallel_ext.models.hy_v3 import HUNYUAN_MOE, HY_V3
 from parallel_ext.models.llama import DENSE
+from parallel_ext.models.llama4 import LLAMA4_TEXT
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen3_5 import NEWEST_QWEN
@@ -46,7 +47,7 @@ SPECS: dict[str, ModelSpec] = {
         *GEMMAS,
         *(MIXTRAL, *QWEN_MOE, *DEEPSEEK, HY_V3, HUNYUAN_MOE, AFMOE),
         *(GRANITE_MOE, GRANITE_MOE_SHARED),
-        *(ERNIE4_5_MOE, GPT_OSS, MINIMAX_M2, *NEWEST_QWEN),
+        *(ERNIE4_5_MOE, GPT_OSS, LLAMA4_TEXT, MINIMAX_M2, *NEWEST_QWEN),
     )
 }
 """The architectures that are served, by ``config.model_type``."""

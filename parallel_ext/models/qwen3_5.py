@@ -24,7 +24,7 @@ QWEN3_5_TEXT = replace(
         heads="num_k_heads",
         widths=("num_v_heads", "key_dim", "value_dim"),
     ),
-    in_image_files="model.language_model",
+    in_image_files={"model.language_model.": "model."},
 )
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
@@ -45,7 +45,7 @@ QWEN3_VL_MOE_TEXT = replace(
 QWEN3_NEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_next",
-    in_image_files=None,
+    in_image_files={},
     delta_net=replace(QWEN3_5_TEXT.delta_net, joined=None, inputs=("in_proj_qkvz", "in_proj_ba")),
     mixture=of_classes(QWEN2_MOE.mixture, "Qwen3Next"),
 )

@@ -88,8 +88,11 @@ class ModelSpec:
             embedding is a plain ``nn.Embedding``.
         layer_embedding: path of an embedding of the same class for what the layers read beside
             hidden states, sharded by its rows. A model may lack it, by its configuration.
-        in_image_files: path of the decoder in files of a model with images, of which transformers'
-            causal class loads the text model alone; None where it loads none.
+        in_image_files: how names begin in files of a model with images, of which transformers'
+            causal class loads the text model alone -> how they begin there; empty where it loads
+            none.
+        beside_text: patterns of the names of what else is in such files, but for those that the
+            class ignores itself.
         since: the first release of transformers whose classes are meant, as "5.21"; None where any
             release has them that is served.
     """
@@ -115,7 +118,8 @@ class ModelSpec:
     logits_softcap: str | None = None
     scaled_embedding: str | None = None
     layer_embedding: str | None = None
-    in_image_files: str | None = None
+    in_image_files: Mapping[str, str] = field(default_factory=dict)
+    beside_text: tuple[str, ...] = ()
     since: str | None = None
 
     def check(self) -> None:
@@ -164,9 +168,10 @@ class ModelSpec:
 
     def from_image_files(self, name: str) -> str:
         """Return the name in the text model of a tensor in files of a model with images."""
-        if self.in_image_files is None or not name.startswith(f"{self.in_image_files}."):
-            return name
-        return self.in_decoder + name.removeprefix(f"{self.in_image_files}.")
+        for in_files, here in self.in_image_files.items():
+            if name.startswith(in_files):
+                return here + name.removeprefix(in_files)
+        return name
 
     @property
     def vocabulary(self) -> list[str]:
@@ -243,14 +248,15 @@ class ModelSpec:
     def replaced(self, names: Collection[str]) -> dict[str, str | None]:
         """Map the path of each module that is replaced to its class, None for torch's own.
 
-        Of a router the forward is replaced. All else of :meth:`modules` stays, with a hook.
+        Of a router the forward is replaced, and of some mixtures. All else of :meth:`modules`
+        stays, with a hook.
         """
         ends = dict.fromkeys(self.embeddings(names), self.scaled_embedding)
         return (
             ends
             | dict.fromkeys(self.ends[1:])
             | {
-                f"{root}.{name}": cls
+                _in(root, name): cls
                 for root, sublayer in self.sublayers(names).items()
                 for name, cls in _replaced(sublayer).items()
             }
@@ -268,7 +274,9 @@ class ModelSpec:
 def _replaced(sublayer: Sublayer) -> dict[str, str | None]:
     """Map the name of each module of a sublayer that is replaced to its class."""
     if isinstance(sublayer, MixtureNames):
-        return {sublayer.experts: sublayer.experts_class, sublayer.router: sublayer.router_class}
+        block = {"": sublayer.block_class} if sublayer.block_class else {}
+        parts = {sublayer.experts: sublayer.experts_class, sublayer.router: sublayer.router_class}
+        return parts | block
     if isinstance(sublayer, AttentionNames):
         norms = dict.fromkeys(sublayer.full_norms, sublayer.norm_class)
         return dict.fromkeys((*sublayer.inputs, sublayer.output)) | norms
@@ -277,9 +285,9 @@ def _replaced(sublayer: Sublayer) -> dict[str, str | None]:
     return dict.fromkeys((*sublayer.inputs, *sublayer.outputs))
 
 
-def _in(layer: str, name: str) -> str:
-    """Return the path of a sublayer, which may have no name of its own."""
-    return f"{layer}.{name}" if name else layer
+def _in(outer: str, name: str) -> str:
+    """Return the path of a module in another one, which it is where it has no name."""
+    return f"{outer}.{name}" if name else outer
 
 
 def _numbered(path: str, names: Collection[str]) -> list[str]:

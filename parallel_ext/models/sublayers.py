@@ -317,10 +317,14 @@ class MixtureNames:
         name: of the sublayer in the layer; empty where its modules are the layer's own.
         router, router_class: in the sublayer; replicated.
         route: what the class computes: logits, weights and expert ids.
+        block_class, forward: of the sublayer, and what takes the place of its forward; None where
+            that one stays.
         experts, experts_class: in the sublayer; its two parameters are sharded over the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
         biases: parameters of the experts, [E, 2 I] and [E, H], the biases of these two, which then
             lie transposed, as GPT-OSS' do. Empty where there are none.
+        weighs_inputs: whether experts are given a token times its weight, and their two parameters
+            lie transposed, as Llama 4's.
         num_experts: attribute of the configuration.
         in_files: ``name`` in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
@@ -353,6 +357,9 @@ class MixtureNames:
     gate_up_in_files: tuple[str, str] | None
     down_in_files: str | None
     biases: tuple[str, ...] = ()
+    weighs_inputs: bool = False
+    block_class: str | None = None
+    forward: Callable[..., Any] | None = None
     jitter: str | None = None
     block_jitter: str | None = None
     balances: bool = True

@@ -233,7 +233,8 @@ def _check(
         layout,
     )
     in_files = replace(layout, tied={**layout.tied, **tied_beside(model)}).in_files()
-    unused = directory.drop_unused(ignored_in_files(model), in_files.tensors)
+    ignored = (*ignored_in_files(model), *state.spec.beside_text)
+    unused = directory.drop_unused(ignored, in_files.tensors)
     if unused and state.mesh.rank == 0:
         warn_user(
             f"{directory.path}: {first_few(unused)} are left out, as by transformers, whose "

@@ -13,7 +13,6 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.models.spec import DividedTower, HeadSizes
 from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
-from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -22,6 +21,11 @@ from parallel_ext.nn.own_positions import OwnPositions
 from parallel_ext.nn.region import ChangeOutput
 from parallel_ext.nn.routing import TORCHS, Numerics, Routing
 from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
+from parallel_ext.nn.transposed_experts import (
+    BiasedExperts,
+    ClampedGate,
+    ExpertsOfWeighedTokens,
+)
 from parallel_ext.nn.used_in_parts import UsedInParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
@@ -283,9 +287,10 @@ class Replacer:
         # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
         one_batch = mesh.dp_size == 1
         old = self.model.get_submodule(experts)
+        cls = BiasedExperts if names.biases else ExpertParallelExperts
         self.put(
             experts,
-            (BiasedExperts if names.biases else ExpertParallelExperts)(
+            (ExpertsOfWeighedTokens if names.weighs_inputs else cls)(
                 *self.shards(experts, names.parameters),
                 ClampedGate(old.alpha, old.limit) if names.biases else old.act_fn,
                 mesh.ep,
@@ -297,6 +302,9 @@ class Replacer:
             ),
         )
         self.watch(path, names.experts)
+        if names.forward is not None:
+            block = self.model.get_submodule(path)
+            block.forward = MethodType(names.forward, block)
 
 
 def names_of_parts(model: nn.Module) -> Iterator[str]:

@@ -126,6 +126,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
         "modules_to_save": ["norm", "lm_head"],
     },
     "qwen3_5_moe": {"target_modules": ["in_proj_z"], **ON_EXPERTS},
+    "llama4": {"target_modules": [*LINEARS, "lm_head"]},
 }
 
 
@@ -185,7 +186,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_files_with_images(
     found, plain = saved_tensors(out), saved_tensors(base)
     assert found.keys() == plain.keys()
     for name, value in found.items():
-        in_text = name.replace("model.language_model.", "model.")
+        in_text = name.replace("model.language_model.", "model.").removeprefix("language_model.")
         if ".experts." in name:  # which are joined in the model
             continue
         torch.testing.assert_close(value, expected.get(in_text, plain[name]))

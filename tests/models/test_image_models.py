@@ -322,11 +322,16 @@ def _text_alone(folder: str) -> tuple[str, float, float, bool]:
     return type(ours).__name__, worst, of_files, held < 0.6 * whole
 
 
-def test_the_text_model_alone_is_read_out_of_files_with_images(tmp_path: Path) -> None:
-    tiny_model("qwen3_5").save_pretrained(tmp_path)
-    for name, worst, of_files, is_part in pool(2).run(_text_alone, str(tmp_path)):
-        assert name == "Qwen3_5ForCausalLM"
-        assert worst <= 1e-6  # the delta rule is computed in fp32
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3_5", "Qwen3_5ForCausalLM"), ("llama4", "Llama4ForCausalLM")]
+)
+def test_the_text_model_alone_is_read_out_of_files_with_images(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    tiny_model(kind).save_pretrained(tmp_path)
+    for found, worst, of_files, is_part in pool(2).run(_text_alone, str(tmp_path)):
+        assert found == name
+        assert worst <= 1e-6  # delta rules and norms are computed in fp32
         assert of_files == 0.0
         assert is_part
 

@@ -146,6 +146,11 @@ KINDS = {  # a model_type, which words may follow
         **_EXPERTS,
         **{"num_experts": 5, "shared_expert_intermediate_size": 17, "norm_topk_prob": True},
     },
+    "llama4_text": {
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [1]},
+        **{"intermediate_size": 16, "intermediate_size_mlp": 37, "attention_chunk_size": 5},
+        **{"no_rope_layers": [1, 0], "floor_scale": 4, "num_hidden_layers": 2},
+    },
     "gpt_oss": {**_EXPERTS, "num_local_experts": 5, "intermediate_size": 16, "sliding_window": 4},
     "glm4_moe_lite": {**_GROUPS, **_LOW_RANK, "q_lora_rank": None, "norm_topk_prob": False},
     "internlm3": {"bias": True, "qkv_bias": True},
@@ -279,7 +284,7 @@ def _gemma_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _gemma4_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    weight = self.weight if self.with_scale else None
+    weight = self.weight if getattr(self, "with_scale", True) else None
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], weight, self.eps)
 
 
@@ -347,11 +352,11 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if name.endswith(("q_norm", "k_norm")) and isinstance(module, _NORMS_OF_SHARDS):
             del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
-        if type(module).__name__ in ("Gemma4RMSNorm", "Gemma4UnifiedRMSNorm"):
+        if re.fullmatch("(Gemma4|Gemma4Unified|Llama4Text)RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma4_norm, module)
         elif re.fullmatch("(Gemma|VaultGemma|Qwen3_5|Qwen3Next).*RMSNorm", type(module).__name__):
             module.forward = MethodType(_gemma_norm, module)
-        if type(module).__name__ == "NanoChatRMSNorm":
+        if type(module).__name__ in ("NanoChatRMSNorm", "Llama4TextL2Norm"):
             module.forward = MethodType(_norm_without_weight, module)
         if type(module).__name__.endswith("LayerNorm") and type(module) is not nn.LayerNorm:
             module.forward = MethodType(_layer_norm, module)
@@ -377,7 +382,7 @@ _IN_FP32 = (
     *("ernie4_5_moe", "minimax_m2", "glm4_moe", "dots1"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("solar_open", "exaone_moe", "hy_v3", "gemma4_text with experts"),
-    *("hunyuan_v1_moe", "afmoe"),
+    *("hunyuan_v1_moe", "afmoe", "llama4_text"),
 )
 
 

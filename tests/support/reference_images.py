@@ -9,8 +9,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.llama4 import modeling_llama4
 
 import parallel_ext as px
+
+# Llama 4's class of images in transformers 5.24 asks the output of its text model for it.
+modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
 
 IMAGE = 100
 """The token in whose places the features of an image come."""
@@ -30,9 +34,10 @@ _VISION = {
     **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
 }
 _LAYERS = ["linear_attention", "full_attention"]
-MIXTURES = ("qwen3_5_moe", "glm4v_moe", "qwen3_vl_moe")
-_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *MIXTURES)
-_ONE_PLACE = ("internvl", "smolvlm", "idefics3", *_QWENS)  # of an image; others have 4
+_QWEN_MIXTURES = ("qwen3_5_moe", "glm4v_moe", "qwen3_vl_moe")
+MIXTURES = (*_QWEN_MIXTURES, "llama4")
+_QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *_QWEN_MIXTURES)
+_ONE_PLACE = ("internvl", "smolvlm", "idefics3", "llama4", *_QWENS)  # of an image; others have 4
 
 DECODERS = {
     "llava": "LlamaModel",
@@ -53,6 +58,7 @@ DECODERS = {
     "qwen3_5_moe": "Qwen3_5MoeTextModel",
     "glm4v_moe": "Glm4vMoeTextModel",
     "qwen3_vl_moe": "Qwen3VLMoeTextModel",
+    "llama4": "Llama4TextModel",
 }
 """Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
 
@@ -102,6 +108,13 @@ def _config(kind: str) -> Any:
         vision, text = t.InternVLVisionConfig(**{**_VISION, **sides}), t.Qwen2Config(**_TEXT)
         sizes = {"image_seq_length": 1, "vision_feature_layer": -1}
         return t.InternVLConfig(vision_config=vision, text_config=text, **sizes, **token)
+    if kind == "llama4":
+        vision = {**_VISION, "intermediate_size": 64, "vision_output_dim": 24}
+        vision |= {"projector_input_dim": 24, "projector_output_dim": 24}
+        text = {**_TEXT, "head_dim": 16, "intermediate_size": 10, "intermediate_size_mlp": 97}
+        text |= {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [1]}
+        text |= {"no_rope_layers": [1, 0], "attention_chunk_size": 8}
+        return t.Llama4Config(vision_config=vision, text_config=text, **token)
     if kind in _QWENS:
         vision = {
             **{"depth": 2, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 24},
@@ -115,7 +128,7 @@ def _config(kind: str) -> Any:
         if kind == "glm4v_moe":
             rope |= {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
         text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
-        if kind in MIXTURES:
+        if kind in _QWEN_MIXTURES:
             text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
             text |= {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "n_shared_experts": 2}
             text |= {"shared_expert_intermediate_size": 12, "routed_scaling_factor": 0.7}
@@ -143,6 +156,8 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Its decoder of text."""
+    if hasattr(model, "language_model"):  # Llama 4's, which has the head too
+        return model.language_model.model
     return getattr(model.model, "language_model", None) or model.model.text_model
 
 

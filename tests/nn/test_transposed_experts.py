@@ -11,7 +11,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from parallel_ext import ops
-from parallel_ext.nn.biased_experts import BiasedExperts, ClampedGate
+from parallel_ext.nn.transposed_experts import BiasedExperts, ClampedGate
 from parallel_ext.sharding.layout import shard_along
 
 NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")

@@ -1,4 +1,4 @@
-"""Experts with biases, each of whose matrices lies transposed: those of GPT-OSS."""
+"""Experts whose matrices lie transposed: those of GPT-OSS, with biases, and of Llama 4."""
 
 from __future__ import annotations
 
@@ -37,11 +37,31 @@ class ClampedGate(nn.Module):
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
-class BiasedExperts(ExpertParallelExperts):
-    """The experts of GPT-OSS, of which each rank holds some.
+class TransposedExperts(ExpertParallelExperts):
+    """Experts with ``gate_up_proj`` [e, H, 2 I] and ``down_proj`` [e, I, H], which lie transposed.
 
-    As :class:`ExpertParallelExperts`, but for ``gate_up_proj`` [e, H, 2 I] and ``down_proj``
-    [e, I, H], which lie transposed, and their biases. Adapters are not served.
+    Else they are as :class:`ExpertParallelExperts`. Adapters are not served.
+    """
+
+    def _matrices(self, attribute: str) -> torch.Tensor:
+        return super()._matrices(attribute).transpose(1, 2)
+
+
+class ExpertsOfWeighedTokens(TransposedExperts):
+    """The experts of Llama 4, which are given a token times its weight; each rank holds some."""
+
+    def _of_experts(
+        self, rows: torch.Tensor, weights: torch.Tensor, product: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        rows = rows * weights.unsqueeze(-1).to(rows.dtype)
+        gate, up = product(rows, "gate_up_proj").chunk(2, dim=-1)
+        return product(up * self.act_fn(gate), "down_proj")
+
+
+class BiasedExperts(TransposedExperts):
+    """The experts of GPT-OSS, which have biases; each rank holds some.
+
+    As :class:`TransposedExperts`, but for the biases.
 
     Args:
         gate_up_proj_bias: [e, 2 I], of this rank's e experts.
@@ -64,8 +84,9 @@ class BiasedExperts(ExpertParallelExperts):
         self.gate_up_proj_bias, self.down_proj_bias = gate_up_proj_bias, down_proj_bias
 
     def _matrices(self, attribute: str) -> torch.Tensor:
-        own = super()._matrices(attribute)
-        return _column(own) if attribute.endswith("_bias") else own.transpose(1, 2)
+        if attribute.endswith("_bias"):
+            return _column(ExpertParallelExperts._matrices(self, attribute))
+        return super()._matrices(attribute)
 
     def _of_experts(
         self, rows: torch.Tensor, weights: torch.Tensor, product: Callable[..., torch.Tensor]
