@@ -30,6 +30,7 @@ from parallel_ext.models._transformers_private import forget_attention, take_for
 from parallel_ext.parallel.extending import called_by_this_package
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
+_LARGE = 2**24  # elements, more than a buffer has
 _MAX_LABELS = 30_000  # ImageNet-21k has 21 841
 _SIZE = re.compile(
     r"num_.*|(.*_)?(size|dim|width|heads|layers|experts|positions|channels|grid)|max_window_layers"
@@ -190,14 +191,19 @@ def _generation(directory: Described) -> transformers.GenerationConfig:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Make what ``torch.empty`` returns on meta; a layer's experts may exceed a host's memory."""
+    """Make what ``torch.empty`` returns on meta; a layer's experts may exceed a host's memory.
+
+    Also what ``torch.zeros`` returns, where no buffer is so large.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            if func is torch.empty or on_meta.numel() >= _LARGE:
+                return on_meta
         return func(*args, **kwargs)
 
 

@@ -449,10 +449,19 @@ def test_what_would_look_at_values_is_planned(name: str, value: Any) -> None:
     assert Planner(config).estimate(1, 1, 1, step) == expected
 
 
-def test_a_layer_of_experts_may_exceed_the_memory_of_this_host() -> None:
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 2**22}
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.DeepseekV3Config(
+            num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=2**22
+        ),
+        transformers.Llama4TextConfig(num_hidden_layers=1, intermediate_size=2**26),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_layer_of_experts_may_exceed_the_memory_of_this_host(config: Any) -> None:
     with parameters_on_meta():  # as px.from_pretrained and the planner build
-        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
-    assert sum(parameter.nbytes for parameter in model.parameters()) > 2**46
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 2**45
     assert not any(buffer.is_meta for buffer in model.buffers())
-    Planner(transformers.DeepseekV3Config(**sizes))
+    Planner(config)
