@@ -20,15 +20,11 @@ from parallel_ext.models.llama import DENSE
 from parallel_ext.models.llama4 import LLAMA4_TEXT
 from parallel_ext.models.minimax_m2 import MINIMAX_M2
 from parallel_ext.models.mixtral import MIXTRAL
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.qwen3_5 import NEWEST_QWEN
 from parallel_ext.models.qwen_moe import QWEN_MOE
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import (
-    AttentionNames,
-    DeltaNetNames,
-    MixtureNames,
-    RegionNames,
-)
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, RegionNames
 
 __all__ = [
     "SPECS",

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import LLAMA, MLP, QWEN3
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.qwen_moe import QWEN3_MOE
-from parallel_ext.models.sublayers import MixtureNames, RegionNames
+from parallel_ext.models.sublayers import RegionNames
 from parallel_ext.nn.routing import Choose, Product, highest
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import LLAMA, MLP, QWEN3
-from parallel_ext.models.sublayers import MixtureNames
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.nn.routing import Choose, Product
 
 GEMMA = replace(LLAMA, model_type="gemma", scaled_embedding="GemmaTextScaledWordEmbedding")

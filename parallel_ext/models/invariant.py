@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from parallel_ext.models._transformers_private import attention_of
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.spec import HeadSizes, ModelSizes, ModelSpec, with_replicated
-from parallel_ext.models.sublayers import (
-    AttentionNames,
-    Layouts,
-    MixtureNames,
-    RegionNames,
-    Shapes,
-)
+from parallel_ext.models.sublayers import AttentionNames, Layouts, RegionNames, Shapes
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
 from parallel_ext.sharding.layout import ModelLayout, Part, Range, scaled
 

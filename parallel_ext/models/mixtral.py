@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import ATTENTION
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 

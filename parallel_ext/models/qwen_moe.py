@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext.models.llama import ATTENTION, MLP, OLMO2, QWEN3
-from parallel_ext.models.sublayers import MixtureNames
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 

@@ -10,14 +10,13 @@ from typing import Any, get_origin, get_type_hints
 
 from torch import nn
 
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.sublayers import (
     AttentionNames,
     DeltaNetNames,
     Layouts,
-    MixtureNames,
     RegionNames,
     Shapes,
-    Sublayer,
 )
 from parallel_ext.sharding.layout import (
     ModelLayout,
@@ -27,6 +26,9 @@ from parallel_ext.sharding.layout import (
     split,
     split_heads,
 )
+
+Sublayer = AttentionNames | DeltaNetNames | RegionNames | MixtureNames
+"""A part of a layer that is sharded as one: an attention, an MLP, a mixture of experts."""
 
 _OF_LOGITS = ("logits_factor", "logits_divisor", "logits_softcap")
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from parallel_ext.models.spec import ModelSpec
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
+from parallel_ext.models.mixture_names import MixtureNames
+from parallel_ext.models.spec import ModelSpec, Sublayer
+from parallel_ext.models.sublayers import AttentionNames, RegionNames
 from parallel_ext.parallel.validate import dropouts_of
 
 POSITIONS = "position_embeddings"

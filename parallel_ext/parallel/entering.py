@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.sublayers import DeltaNetNames, MixtureNames, RegionNames
+from parallel_ext.models.mixture_names import MixtureNames
+from parallel_ext.models.sublayers import DeltaNetNames, RegionNames
 from parallel_ext.nn.fused_loss import is_of_others
 from parallel_ext.nn.linear import ComputingHook, can_be_computed_together
 from parallel_ext.nn.region import ChangeOutput, entered

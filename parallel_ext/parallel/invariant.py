@@ -15,8 +15,9 @@ from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.invariant import attention_blocks, check_attention, check_can_be_invariant
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.spec import HeadSizes, ModelSpec
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, RegionNames
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,

@@ -10,8 +10,9 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.spec import HeadSizes, ModelSizes, ModelSpec, plan
-from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, RegionNames
 from parallel_ext.ops.group import Group, Range
 from parallel_ext.sharding.layout import ModelLayout, split_heads
 from parallel_ext.sharding.named_shards import persistent_buffers

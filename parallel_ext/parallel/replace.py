@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.models.spec import DividedTower, HeadSizes
-from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, DeltaNetNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts

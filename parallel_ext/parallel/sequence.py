@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.sublayers import MixtureNames
+from parallel_ext.models.mixture_names import MixtureNames
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call, is_of_others
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.recomputation import once, watch_checkpoints

@@ -76,6 +76,14 @@ def test_experts_of_weighed_tokens_are_those_of_the_class(dtype: torch.dtype | s
         torch.testing.assert_close(own, theirs, **of_bf16)
 
 
+def test_a_block_whose_forward_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OfSpec("llama4_text").model()
+    block = type(model.model.layers[1].feed_forward)
+    monkeypatch.setattr(block, "forward", lambda self, hidden: (hidden, None))
+    with pytest.raises(ValueError, match="the forward of Llama4TextMoe was replaced"):
+        px.parallelize(model, px.init_mesh())
+
+
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe"])
 def test_a_model_without_a_shared_expert_is_trained_as_one_with_it(kind: str) -> None:
     layout = Layout(1, 2, 2)

@@ -278,11 +278,10 @@ def _of_kind(kind: str) -> None:
         ("afmoe", "q_norm is a AfmoeRMSNorm"),
         ("gemma4_text that shares keys", "models with a further embedding yet"),
         ("gemma4_text with experts", "does not serve 'gemma4_text' models with experts"),
+        ("llama4_text", "models with experts that are given a token times its weight yet"),
     ],
 )
-def test_what_of_gemma_4_and_afmoe_is_not_computed_in_blocks_is_named(
-    kind: str, words: str
-) -> None:
+def test_what_is_not_computed_in_blocks_is_named(kind: str, words: str) -> None:
     pool(2).assert_raises(_of_kind, kind, error="ValueError", words=words)
 
 
