@@ -15,7 +15,8 @@ from parallel_ext.models.sublayers import AttentionNames, Layouts, RegionNames, 
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
 from parallel_ext.sharding.layout import ModelLayout, Part, Range, scaled
 
-_SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
+# All else in such models has been looked at, too.
+_SERVED_WITH_REGIONS = ("cogagent", "granitemoeshared")
 
 
 def check_attention(config: Any, device: torch.device) -> None:

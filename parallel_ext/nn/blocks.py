@@ -288,8 +288,8 @@ class BlockHeadNorm(nn.Module):
         blocks: of the heads.
         group: the tensor-parallel group.
         transposed: whether the heads come as [..., heads, tokens, head_dim].
-        of_gemma: whether heads are multiplied by 1 + weight, and then rounded; else they are
-            rounded before.
+        plus: heads are multiplied by this + weight, and then rounded, as Gemma's; with None they
+            are rounded before.
 
     Called with this rank's heads [..., heads, head_dim], or transposed, it returns them normalised,
     in the same dtype; computed in fp32, or in fp64 for fp64.
@@ -303,11 +303,11 @@ class BlockHeadNorm(nn.Module):
         group: Group,
         *,
         transposed: bool = False,
-        of_gemma: bool = False,
+        plus: float | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.eps, self.blocks, self.group = weight, eps, blocks, group
-        self.transposed, self.of_gemma = transposed, of_gemma
+        self.transposed, self.plus = transposed, plus
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.transposed:
@@ -317,8 +317,8 @@ class BlockHeadNorm(nn.Module):
     def _scaled(self, heads: torch.Tensor) -> torch.Tensor:
         wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
         normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.of_gemma:
-            weight = 1.0 + self.weight.to(wide.dtype)
+        if self.plus is not None:
+            weight = self.plus + self.weight.to(wide.dtype)
             return ops.block_scale(normalized, weight, self.blocks, self.group).to(heads.dtype)
         dtype = torch.promote_types(heads.dtype, self.weight.dtype)
         rounded, weight = normalized.to(heads.dtype).to(dtype), self.weight.to(dtype)

@@ -49,13 +49,15 @@ _OF_ROUTERS = Numerics(replicated_linear, ops.fixed_sigmoid, fixed_softmax)
 # Classes of norms of heads: of [..., heads, head_dim], or of [..., heads, tokens, head_dim].
 _HEAD_NORMS = (
     *("Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Glm4MoeRMSNorm", "Dots1RMSNorm"),
-    "MellumRMSNorm",
+    *("MellumRMSNorm", "Gemma4RMSNorm", "Gemma4UnifiedRMSNorm"),
 )
 _TRANSPOSED_HEAD_NORMS = (
     *("Gemma3RMSNorm", "Exaone4RMSNorm", "ExaoneMoeRMSNorm"),
     *("HunYuanDenseV1RMSNorm", "HunYuanMoEV1RMSNorm", "HYV3RMSNorm"),
 )
-_OF_GEMMA = "Gemma3RMSNorm"  # which multiplies by 1 + weight in fp32
+_SCALED_FIRST = {  # norms that are multiplied by what stands here + weight, and then rounded
+    **{"Gemma3RMSNorm": 1.0, "Gemma4RMSNorm": 0.0, "Gemma4UnifiedRMSNorm": 0.0},
+}
 _LATENT_ATTENTION = "parallel_ext_latent"  # its name in transformers
 
 
@@ -258,8 +260,8 @@ class BlockReplacer(Replacer):
         for name in names.head_norms:
             norm = module.get_submodule(name)
             kind = type(norm).__name__
-            eps = norm.eps if kind == _OF_GEMMA else norm.variance_epsilon
-            how = {"transposed": kind in _TRANSPOSED_HEAD_NORMS, "of_gemma": kind == _OF_GEMMA}
+            eps = norm.eps if kind in _SCALED_FIRST else norm.variance_epsilon
+            how = {"transposed": kind in _TRANSPOSED_HEAD_NORMS, "plus": _SCALED_FIRST.get(kind)}
             self.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, **how))
 
     joined_attention = attention

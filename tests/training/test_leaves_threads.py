@@ -14,6 +14,8 @@ from reference import mesh_of
 from reference_ops import data_bytes, threads
 
 import parallel_ext as px
+from parallel_ext.models import SPECS
+from parallel_ext.parallel.validate import is_too_old_for
 
 SIZES = {
     **{"hidden_size": 256, "intermediate_size": 300, "num_attention_heads": 4, "vocab_size": 1009},
@@ -41,7 +43,20 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"q_lora_rank": 60, "kv_lora_rank": 50, "num_key_value_heads": 4},
         **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 40},
     },
+    "gemma4_unified_text": {  # norms without weights, capped logits
+        **{"final_logit_softcapping": 30.0, "head_dim": 64, "global_head_dim": 96},
+        **{"num_global_key_value_heads": 1, "vocab_size_per_layer_input": 1009},
+        "layer_types": ["full_attention"],
+    },
+    "granitemoeshared": {
+        **{"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 300},
+    },
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},  # torch's LayerNorm
+}
+KINDS = {  # not all are in 5.15
+    kind: KINDS[kind]
+    for kind in KINDS
+    if kind in transformers.CONFIG_MAPPING and not is_too_old_for(SPECS[kind])
 }
 ALWAYS = ("qwen2_moe", "glm4_moe", "deepseek_v2", "starcoder2")
 
