@@ -225,19 +225,31 @@ class MonitoredBarrier:
         return f"{absent} did not within {self._timeout:g} s, or ended before"
 
 
+def _number(variable: str) -> int:
+    """Return what a variable of the environment says, which is no less than 0."""
+    text = os.environ[variable]
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"init_mesh: {variable} is {text!r}, which is not a number of torchrun's")
+    return int(text)
+
+
 def join_job(backend: str, timeout: float) -> None:
     """Initialise torch.distributed as torchrun's variables say, when all ranks have come.
 
     Raises:
         CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
+        RuntimeError: a variable is missing.
+        ValueError: one is no number, or ``RANK`` not below ``WORLD_SIZE``.
     """
     if missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
         raise RuntimeError(
             f"init_mesh: RANK is set, but not {', '.join(sorted(missing))}; start the script by "
             "torchrun, or initialise torch.distributed before"
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size, port = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= size:
+        raise ValueError(f"init_mesh: RANK is {rank}, counted from 0, of WORLD_SIZE={size} ranks")
+    address = os.environ["MASTER_ADDR"]
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
     try:

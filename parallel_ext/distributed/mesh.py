@@ -357,7 +357,8 @@ def init_mesh(
 
     Raises:
         ValueError: the sizes do not multiply to the world size, ``timeout`` is no number of
-            seconds, or ``device`` is no CPU or GPU.
+            seconds, ``device`` is no CPU or GPU, or a variable of torchrun is no number or not in
+            its range.
         RuntimeError: there is no such GPU, two ranks would share one through NCCL, the group of the
             job does not serve the device, the variables of torchrun are not complete, or srun or
             mpirun has started several tasks without them.

@@ -300,6 +300,25 @@ def test_what_is_missing_of_the_variables_is_named(monkeypatch: pytest.MonkeyPat
         join_job("gloo", 60)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "x", "RANK is 'x', which is not a number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE is '', which is not a number"),
+        ("MASTER_PORT", "-1", "MASTER_PORT is '-1', which is not a number"),
+        ("RANK", "2", "RANK is 2, counted from 0, of WORLD_SIZE=2 ranks"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for each, text in {**right, name: value}.items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(ValueError, match=words):
+        px.init_mesh()
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_one_of_several_tasks_without_a_rank_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
