@@ -60,6 +60,7 @@ class LossCall:
             ranks that keep tokens of their own.
         seen_by: who of others sees the logits, which the head then gathers; None where nobody
             does, as where it is fused.
+        model: around a parallel decoder, whose forward it is; None of a parallel model's own.
 
     Attributes:
         tokens: of a sequence, how many each rank has, if the head is given those of its rank.
@@ -77,8 +78,9 @@ class LossCall:
         changes: Mapping[str, float] | None = None,
         takes_own_tokens: bool = False,
         seen_by: str | None = None,
+        model: nn.Module | None = None,
     ) -> None:
-        self.seen_by = seen_by
+        self.seen_by, self.model = seen_by, model
         self.fused, self.why_not, self.shared = fused, why_not, shared
         self.takes_own_tokens = fused and takes_own_tokens
         self._changes = changes or {}

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused, without_logits
+from parallel_ext.nn.fused_loss import (
+    LossCall,
+    current_loss_call,
+    running,
+    why_not_fused,
+    without_logits,
+)
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.nn.vocab import TiedHead, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of
@@ -24,7 +30,7 @@ from parallel_ext.sharding._torch_private import disable_compiler
 _HANDS_LOGITS_ON = (
     *("llava", "vipllava", "paligemma", "gemma3", "mistral3", "internvl", "smolvlm", "idefics3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v_moe"),
-    "gemma4",
+    *("gemma4", "llama4", "llama4_text"),
 )
 """Types whose class gives ``loss_function`` what the head returns, and changes nothing of it."""
 
@@ -50,7 +56,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     give its loss what the head returns, loss and logits are its own.
     """
     call = _begin(model, arguments_of(model, "forward", args, kwargs))
-    with running(call):  # None too, lest the head hands over for the call of another model
+    # None too, lest the head hands over for the call of another model.
+    with running(_call_around(model) if call is None else call):
         if call is None:
             return type(model).forward(model, *args, **kwargs)
         loss = LossInside(partial(_loss, model, call))
@@ -64,6 +71,16 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     fields = dict(output.items())
     del fields["logits"]
     return without_logits(output, fields)
+
+
+def _call_around(model: nn.Module) -> LossCall | None:
+    """Return the call of another model around the same decoder, which runs this one; else None.
+
+    Such as Llama 4's of images, which takes its logits from a causal model of text.
+    """
+    call = current_loss_call()
+    runs = call is not None and call.model not in (None, model)
+    return call if runs and state_of(call.model) is state_of(model) else None
 
 
 @disable_compiler
@@ -84,7 +101,8 @@ def _begin(model: nn.Module, arguments: dict[str, Any]) -> LossCall | None:
 def _let_compare(state: ParallelState, ids: Any, labels: Any) -> None:
     """Let a decoder's forward compare what the model around it was given."""
     state.forward_around_ran = True
-    if state.agreement is not None and not state.generates:  # which compares its ids once
+    told = ids is not None or labels is not None  # else another model around it has told them
+    if told and state.agreement is not None and not state.generates:  # which compares its ids once
         state.around |= {"input_ids of the model around it": ids}
         state.around |= {"labels of the model around it": labels}
 
@@ -208,4 +226,4 @@ def _loss_call(
         raise ValueError(f"fused_loss=True, but {why_not}; undo that, or pass 'auto'")
     if state.agreement is not None:
         state.around["loss of logits of the model around it, since"] = why_not
-    return LossCall(fused=True) if why_not is None else None
+    return LossCall(fused=True, model=model) if why_not is None else None

@@ -38,23 +38,41 @@ def _of_another_class() -> nn.Module:
 INNER = {"of the same class": lambda: tiny_model("llava"), "of another": _of_another_class}
 
 
-def _called_inside(name: str) -> float:
+def _called_inside(name: str, kind: str) -> float:
     """How logits of a model differ that a hook of another calls in a training forward of that."""
     text = {"input_ids": torch.arange(3, 21).view(2, 9)}
     expected = INNER[name]()(**text).logits
-    outer, inner = (
-        px.parallelize(each, TP.mesh()) for each in (tiny_model("llava"), INNER[name]())
-    )
+    outer, inner = (px.parallelize(each, TP.mesh()) for each in (tiny_model(kind), INNER[name]()))
     found = []
-    outer.model.register_forward_hook(lambda *_: found.append(inner(**text).logits))
-    assert not outer(**image_batch(2)).logits
+    decoder_of(outer).register_forward_hook(lambda *_: found.append(inner(**text).logits))
+    assert not outer(**image_batch(2, kind)).logits
     assert found[0].shape == expected.shape
     return difference(found[0], expected)
 
 
-@pytest.mark.parametrize("name", INNER)
-def test_a_model_called_inside_of_another_returns_its_own_logits(name: str) -> None:
-    assert max(pool(2).run(_called_inside, name)) <= 1e-6
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "llava") for name in INNER), ("of another", "llama4")]
+)
+def test_a_model_called_inside_of_another_returns_its_own_logits(name: str, kind: str) -> None:
+    assert max(pool(2).run(_called_inside, name, kind)) <= 1e-6
+
+
+def _of_two_models_around() -> tuple[float, ...]:
+    """How losses of both models around Llama 4's decoder differ, of which one runs the other."""
+    reference = tiny_model("llama4")
+    ours = px.parallelize(tiny_model("llama4"), TP.mesh(), fused_loss=True)
+    batch, found = image_batch(2, "llama4"), []
+    text = {"input_ids": batch["labels"].clamp(min=3), "labels": batch["labels"]}
+    for each in (reference, ours):
+        outputs = each(**batch), each.language_model(**text)
+        found.append([output.loss for output in outputs])
+    assert not any(output.logits for output in outputs)  # there are none
+    return tuple(map(difference, *found))
+
+
+def test_of_a_causal_model_in_a_model_of_images_none_makes_logits() -> None:
+    for differences in pool(2).run(_of_two_models_around):
+        assert max(differences) <= 1e-6
 
 
 def _reads_the_weight(model: nn.Module, labels: Any = None, **inputs: Any) -> Any:

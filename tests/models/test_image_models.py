@@ -95,7 +95,7 @@ def _with_other_labels(kind: str) -> str:
     return refusal(lambda: ours(**batch))
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma4"])  # whose class tells the decoder its labels
+@pytest.mark.parametrize("kind", ["llava", "gemma4", "llama4"])  # some tell the decoder theirs
 def test_tp_ranks_with_other_labels_raise(kind: str) -> None:
     for why in pool(2).run(_with_other_labels, kind):
         assert "they differ in labels of the model around it (other values" in why
