@@ -227,9 +227,11 @@ def _refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) 
         return
     served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)
     if not served:
+        has_experts = any(isinstance(each, TransposedExperts) for each in model.modules())
+        which = "with the experts of GPT-OSS or Llama 4" if has_experts else "without experts"
         raise NotImplementedError(
-            f"{op_name}: LoRA on a parallel model without experts does not support "
-            f"target_parameters={wanted}, nor do those of GPT-OSS; use target_modules"
+            f"{op_name}: LoRA on a parallel model {which} does not support "
+            f"target_parameters={wanted}; use target_modules"
         )
     everything = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
     for target in wanted:

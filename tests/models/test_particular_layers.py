@@ -344,7 +344,8 @@ def _refused(what: str) -> None:
         model = parallel(OfSpec("deepseek_v3").model(), mesh)
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["kv_a_proj_with_mqa"]))
     else:
-        model = parallel(OfSpec("gpt_oss").model(), mesh)
+        kind = "llama4_text" if what == "adapters of weighed tokens' experts" else "gpt_oss"
+        model = parallel(OfSpec(kind).model(), mesh)
         options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
         if what == "adapters by the name of the experts":
             options = {"target_modules": ["q_proj", "experts"]}
@@ -359,7 +360,8 @@ def _refused(what: str) -> None:
         ("delta rules", 2, "a gated delta rule"),
         ("key heads", 4, "has 3 key heads, fewer than tp=4"),
         ("adapters", 2, "kv_a_proj_with_mqa is not supported: every rank holds it whole"),
-        ("adapters of experts", 2, "nor do those of GPT-OSS"),
+        ("adapters of experts", 2, "with the experts of GPT-OSS or Llama 4 does not support"),
+        ("adapters of weighed tokens' experts", 2, "GPT-OSS or Llama 4 does not support target_p"),
         ("adapters by the name of the experts", 2, "and head; these experts take no adapter"),
     ],
 )
