@@ -131,9 +131,15 @@ def hidden_states_around(
 
 def changes_logits_around(model: nn.Module) -> bool:
     """Return whether a model around a decoder may compute its loss of other than its head's."""
-    known = model.config.model_type in _HANDS_LOGITS_ON and _is_of_class(type(model).forward)
     text = model.config.get_text_config()
-    return not known or getattr(text, "final_logit_softcapping", None) is not None
+    return not _hands_logits_on(model) or getattr(text, "final_logit_softcapping", None) is not None
+
+
+def _hands_logits_on(model: nn.Module) -> bool:
+    """Return whether the class of a model gives ``loss_function`` what its head returns."""
+    known = model.config.model_type in _HANDS_LOGITS_ON and _is_of_class(type(model).forward)
+    # That of Llama 4 has a cross entropy of its own in transformers 5.15.
+    return known and "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def refuse_replaced_around(decoder: nn.Module, state: ParallelState) -> None:
@@ -210,8 +216,7 @@ def _loss_call(
     why_not = "fused_loss is False"
     if state.fused_loss is not False:
         why_not = why_not_fused(head)
-    known = model.config.model_type in _HANDS_LOGITS_ON and _is_of_class(type(model).forward)
-    if why_not is None and not known:
+    if why_not is None and not _hands_logits_on(model):
         why_not = f"{type(model).__name__} is not known to take its loss from what the head returns"
     if why_not is None and isinstance(head, TiedHead) and head.bias is not None:
         why_not = "the output head has a bias, and its weight from the embedding"

@@ -14,7 +14,8 @@ from transformers.models.llama4 import modeling_llama4
 import parallel_ext as px
 
 # Llama 4's class of images in transformers 5.24 asks the output of its text model for it.
-modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
+if hasattr(modeling_llama4, "MoeCausalLMOutputWithPast"):
+    modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
 
 IMAGE = 100
 """The token in whose places the features of an image come."""
