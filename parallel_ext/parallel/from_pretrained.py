@@ -301,13 +301,16 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
     whole, shards = whole_and_shards(parameters_beside(model))
     if whole:
         check_equal_beside(whole, mesh, "full_state_dict")
+    first_name = {id(shard): name for name, (shard, _) in shards.items()}
     for path, each in parallel_parts(model).items():
         gathered = gather_state_dict(each, mesh, state_of(each).layout, writer_only)
-        full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
+        names = {name: without_wrappers(f"{path}.{name}" if path else name) for name in gathered}
+        full |= {name: gathered[own] for own, name in names.items()}
+        # Which a module that holds the model may have by another name too.
+        first_name |= {id(p): names[n] for n, p in each.named_parameters() if n in names}
     if shards:
         full |= gather_in_step(shards, mesh, "full_state_dict", writer_only)
     if mesh.rank == 0 or not writer_only:
-        first_name = {id(shard): name for name, (shard, _) in shards.items()}
         for name, tensor in tensors_beside(model):
             first = first_name.get(id(tensor))
             full[name] = tensor.detach().cpu().clone() if first is None else full[first]

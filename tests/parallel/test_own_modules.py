@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import FLOOR, Tiny, difference, quietly, refusal
+from reference import FLOOR, Tiny, difference, parallel, quietly, refusal
 from reference_mixtral import Layout, TinyMixtral
 from reference_training import difference_trained, full_difference
 from torch import nn
@@ -392,3 +392,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "give px.data_parallel the module that holds the model" in found["apart"]
         assert "px.Invariant" in found["invariant"]
         assert "MixtralForSequenceClassification is not served" in found["mixture"]
+
+
+class _WithTwoNames(nn.Module):
+    """It holds one model under two names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = self.backbone = model
+        self.score = nn.Linear(model.config.hidden_size, 1)
+
+
+def _full_under_two_names(layout: Layout, folder: str) -> float:
+    torch.manual_seed(1)
+    plain = _WithTwoNames(Tiny().model())
+    torch.manual_seed(1)
+    ours, mesh = _WithTwoNames(parallel(Tiny().model(), layout.mesh())), layout.mesh()
+    ours.score.load_state_dict(plain.score.state_dict())
+    px.data_parallel(ours, mesh)
+    full, expected = px.full_state_dict(ours, writer_only=False), plain.state_dict()
+    assert full.keys() == expected.keys()
+    assert px.save_checkpoint(folder, 1, ours)
+    return max(difference(full[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(2, 1, 1)], ids=str)
+def test_a_module_may_hold_a_model_under_two_names(layout: Layout, tmp_path: Path) -> None:
+    assert max(pool(2).run(_full_under_two_names, layout, str(tmp_path))) == 0.0
