@@ -16,10 +16,7 @@ from parallel_ext.nn.routing import Choose, Product
 def _route(
     router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what ``Llama4Router`` does: the weights are sigmoids of the chosen logits.
-
-    The logits are second, as the class returns them, where transformers looks for them.
-    """
+    """Do what ``Llama4Router`` does: the weights, sigmoids of the chosen logits, come first."""
     logits = product(hidden_states, router.weight)
     expert_ids = choose.best(logits, router.top_k)
     weights = choose.sigmoid(logits.gather(1, expert_ids).float()).to(logits.dtype)

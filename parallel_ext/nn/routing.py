@@ -20,7 +20,8 @@ Scores = Callable[[torch.Tensor], torch.Tensor]
 
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(router, hidden states [..., H], choose, product, what else the router is given) -> logits
-[T, E], weights and expert ids [T, top_k]; ``choose`` is a :class:`Choose`."""
+[T, E], weights and expert ids [T, top_k]; ``choose`` is a :class:`Choose`. The logits are where the
+class has them, which transformers records: of Llama 4 they come second, and the weights first."""
 
 Rule = Callable[..., torch.Tensor]
 """(tensor [T, E], top_k, part=0) -> ids of the chosen experts [T, top_k], int64, by shape alone."""

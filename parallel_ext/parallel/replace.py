@@ -288,10 +288,9 @@ class Replacer:
         # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
         one_batch = mesh.dp_size == 1
         old = self.model.get_submodule(experts)
-        cls = BiasedExperts if names.biases else ExpertParallelExperts
         self.put(
             experts,
-            (ExpertsOfWeighedTokens if names.weighs_inputs else cls)(
+            _class_of_experts(names)(
                 *self.shards(experts, names.parameters),
                 ClampedGate(old.alpha, old.limit) if names.biases else old.act_fn,
                 mesh.ep,
@@ -306,6 +305,12 @@ class Replacer:
         if names.forward is not None:
             block = self.model.get_submodule(path)
             block.forward = MethodType(names.forward, block)
+
+
+def _class_of_experts(names: MixtureNames) -> type[ExpertParallelExperts]:
+    if names.weighs_inputs:
+        return ExpertsOfWeighedTokens
+    return BiasedExperts if names.biases else ExpertParallelExperts
 
 
 def names_of_parts(model: nn.Module) -> Iterator[str]:
