@@ -1198,8 +1198,9 @@ def _step_of_the_text_model(source: str, tp: int | None) -> tuple[str, list[floa
         return type(model).__name__, torch.stack(losses).tolist()
 
 
-def test_the_text_model_in_files_with_images_is_loaded(tmp_path: Path) -> None:
-    tiny_model("qwen3_5").float().save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4"])
+def test_the_text_model_in_files_with_images_is_loaded(kind: str, tmp_path: Path) -> None:
+    tiny_model(kind).float().save_pretrained(tmp_path)
     expected = _step_of_the_text_model(str(tmp_path), None)
     for name, losses in pool(2).run(_step_of_the_text_model, str(tmp_path), 2):
         assert name == expected[0]
