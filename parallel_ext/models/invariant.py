@@ -57,7 +57,6 @@ def check_can_be_invariant(spec: ModelSpec, names: Collection[str]) -> None:
         "experts chosen by a softmax of the chosen alone": (
             chooses and not spec.mixture.fixed_bits
         ),
-        "experts that are given a token times its weight": chooses and spec.mixture.weighs_inputs,
         "a further embedding": spec.layer_embedding_in(names) is not None,
         "norms over all heads that round before their weight": attention is not None
         and attention.norm_rounds_first,

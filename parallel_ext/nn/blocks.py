@@ -14,6 +14,7 @@ from parallel_ext.nn.linear import ComputedAhead, ComputingHook
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedLinear, ShardedModule
+from parallel_ext.nn.transposed_experts import ExpertsOfWeighedTokens
 from parallel_ext.ops import Blocks, ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
@@ -277,6 +278,13 @@ class BlockExperts(UsedApart, ExpertParallelExperts):
             low = ops.block_experts(rows, factor_a, counts) * scale
             products = products + ops.block_experts(low, factor_b, counts)
         return products
+
+
+class BlockExpertsOfWeighedTokens(BlockExperts, ExpertsOfWeighedTokens):
+    """Experts as Llama 4's, each a block, of which each ep rank holds some."""
+
+    def copies(self, attribute: str) -> torch.Tensor:
+        return super().copies(attribute).transpose(-1, -2)
 
 
 class BlockHeadNorm(nn.Module):

@@ -21,6 +21,7 @@ from parallel_ext.models.sublayers import AttentionNames, RegionNames
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,
+    BlockExpertsOfWeighedTokens,
     BlockHeadNorm,
     BlockNorm,
     BlockRowLinear,
@@ -31,6 +32,7 @@ from parallel_ext.nn.blocks import (
     replicated_linear,
 )
 from parallel_ext.nn.replicated import check_replicated, fix_replicated
+from parallel_ext.nn.rotations import fix_rotations
 from parallel_ext.nn.routing import Numerics, fixed_softmax
 from parallel_ext.nn.shared_key import SharedKey
 from parallel_ext.ops import Blocks
@@ -228,6 +230,7 @@ class BlockReplacer(Replacer):
         if self.spec.regions:
             _replace_activations(self.model)
         fix_replicated(self.model)
+        fix_rotations(self.model)
 
     def head(self) -> None:
         super().head()
@@ -295,8 +298,9 @@ class BlockReplacer(Replacer):
         shards = self.shards(experts, (names.gate_up, names.down))
         # Where ep groups lie in tp groups, each computes all tokens: no expert has rows elsewhere.
         tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
-        self.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
-        self.watch(path, names.experts)
+        cls = BlockExpertsOfWeighedTokens if names.weighs_inputs else BlockExperts
+        self.put(experts, cls(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
+        self.block_of_experts(path, names)
         if names.shared_gate is not None:
             gate = self.model.get_submodule(f"{path}.{names.shared_gate}")
             gate.forward = MethodType(_gate_logits, gate)

@@ -301,6 +301,10 @@ class Replacer:
                 routing=routing,
             ),
         )
+        self.block_of_experts(path, names)
+
+    def block_of_experts(self, path: str, names: MixtureNames) -> None:
+        """Watch a mixture whose experts were replaced, and replace its forward if need be."""
         self.watch(path, names.experts)
         if names.forward is not None:
             block = self.model.get_submodule(path)

@@ -44,6 +44,8 @@ KINDS = {
     "bf16 dots1": OfSpec("dots1", dtype=torch.bfloat16, heads=8, key_value_heads=4),
     "deepseek_v3": OfSpec("deepseek_v3", dtype=torch.float32),
     "bf16 deepseek_v2": OfSpec("deepseek_v2", dtype=torch.bfloat16),
+    "llama4": OfSpec("llama4_text", dtype=torch.float32, heads=8, key_value_heads=4),
+    "bf16 gemma4": OfSpec("gemma4_unified_text", dtype=torch.bfloat16, heads=8, key_value_heads=4),
 }
 INVARIANT = px.Invariant(8, leaves=5)
 ROWS, STEPS = 7, 2

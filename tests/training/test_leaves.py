@@ -70,6 +70,7 @@ LAYOUTS = {
     **dict.fromkeys(["bf16 qwen2_moe", "qwen3_moe"], [(4, (1, 2), 0)]),
     **dict.fromkeys(["balanced mixtral", "mixtral, an idle rank"], [(4, (1, 2), 0)]),
     **dict.fromkeys(["qwen2_moe", "mixtral, one expert", "bf16 dots1"], [(4, (2, 4), 0)]),
+    "llama4": [(4, (2, 4), 0)],
     "glm4_moe": [(3, 1, 0), (4, (1, 2), 0), (4, (2, 4), 0)],
     "balanced qwen3_moe": [(4, 2, 0), (4, (2, 4), 0)],
 }

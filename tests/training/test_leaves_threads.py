@@ -40,13 +40,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {  # with as many, of a softmax
         **{"n_routed_experts": 97, "num_experts_per_tok": 3, "n_shared_experts": 1},
         **{"topk_method": "greedy", "moe_intermediate_size": 20, "first_k_dense_replace": 0},
-        **{"q_lora_rank": 60, "kv_lora_rank": 50, "num_key_value_heads": 4},
+        **{"q_lora_rank": 60, "kv_lora_rank": 50},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32},  # so many that threads share them
         **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 40},
     },
     "gemma4_unified_text": {  # norms without weights, capped logits
         **{"final_logit_softcapping": 30.0, "head_dim": 64, "global_head_dim": 96},
         **{"num_global_key_value_heads": 1, "vocab_size_per_layer_input": 1009},
         "layer_types": ["full_attention"],
+    },
+    "llama4_text": {  # rotations by complex numbers, norms of heads without weights
+        **{"num_local_experts": 3, "num_experts_per_tok": 2, "moe_layers": [0], "head_dim": 64},
+        **{"attention_chunk_size": 100, "no_rope_layers": [1], "intermediate_size_mlp": 300},
     },
     "granitemoeshared": {
         **{"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 300},
